@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.request
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -21,9 +20,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.shapes import Case
+from launcher_scripts.common.http_client import query
 from launcher_scripts.config.gateway import DeployedGateway
 from launcher_scripts.config.settings import DeploySettings, write_settings
-from launcher_scripts.contract.metric_names import Metric
+from launcher_scripts.contract.metric_names import Metric, parse_values
 from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.evaluation.served.client import Client
 
@@ -92,9 +92,8 @@ class Server:
 
 def counted(ready: dict[str, Any], metric: Metric) -> float:
     """What a server has counted, over all labels. ready: what its ready.json says"""
-    with urllib.request.urlopen(f"http://{ready['metrics']}/metrics") as answer:
-        lines = answer.read().decode().splitlines()
-    return sum(float(line.split()[-1]) for line in lines if line.startswith(f"{metric.name}{{"))
+    _, text = query(ready["metrics"], "/metrics", 60.0)
+    return sum(parse_values(text).get(metric.name, ()))
 
 
 def median_ms(call: Callable[[], object], seconds: float, lower: int = 3) -> float:

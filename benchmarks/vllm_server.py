@@ -16,10 +16,8 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +26,7 @@ from benchmarks.load_clients import load_target, measured
 from benchmarks.peers import say
 from benchmarks.repositories import RandomModel
 from benchmarks.shapes import CONFIGS
+from launcher_scripts.common.http_client import query
 from launcher_scripts.models.gpt import GPTConfig
 
 GPTS = {name: each for name, each in CONFIGS.items() if isinstance(each, GPTConfig)}
@@ -91,21 +90,19 @@ def server(folder: Path, name: str, packages: Path | None) -> Iterator[str]:
         subprocess.Popen(command, env=variables, stdout=log, stderr=log, cwd=folder) as process,
     ):
         try:
-            wait(process, f"http://127.0.0.1:{port}/health", folder / "log")
+            wait(process, f"127.0.0.1:{port}", folder / "log")
             yield f"http://127.0.0.1:{port}/v1"
         finally:
             process.terminate()
 
 
-def wait(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+def wait(process: subprocess.Popen[bytes], address: str, log: Path) -> None:
     until = time.time() + START_SECONDS
     while process.poll() is None and time.time() < until:
-        try:
-            urllib.request.urlopen(url, timeout=5).close()
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.5)
-        else:
-            return
+        with suppress(OSError):
+            if query(address, "/health", 5)[0] < 400:
+                return
+        time.sleep(0.5)
     raise RuntimeError(f"vLLM's server did not become ready:\n{log.read_text()[-3000:]}")
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from launcher_scripts.common.http_client import query
+from launcher_scripts.contract.metric_names import parse_values
 
 PROMPT = "The capital of France is"
 QUESTION = "What is the capital of France?"
@@ -53,21 +53,17 @@ class Target:
 
     def ask(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """The answer by plain HTTP. Raises WrongAnswer for an error."""
-        request = urllib.request.Request(self.address + path, json.dumps(body).encode())
-        try:
-            with urllib.request.urlopen(request, timeout=600) as answer:
-                return dict(json.load(answer))
-        except urllib.error.HTTPError as error:
-            raise WrongAnswer(error.read().decode()) from error
+        status, text = query(self.address, path, 600, method="POST", body=body)
+        if status != 200:
+            raise WrongAnswer(text)
+        return dict(json.loads(text))
 
     def rows_running(self) -> float:
         """The gateway's gauge of rows that the server was given."""
-        with urllib.request.urlopen(f"{self.address}/metrics") as answer:
-            text = answer.read().decode()
-        found = re.search(r"^launcher_gateway_rows_running ([\d.]+)$", text, re.MULTILINE)
-        if found is None:
+        values = parse_values(query(self.address, "/metrics", 60)[1])
+        if "launcher_gateway_rows_running" not in values:
             raise WrongAnswer("the gateway has no gauge of running rows")
-        return float(found[1])
+        return sum(values["launcher_gateway_rows_running"])
 
 
 def same(got: str, expected: str) -> str:

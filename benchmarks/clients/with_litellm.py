@@ -9,8 +9,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +18,7 @@ import litellm
 import openai
 
 from benchmarks.clients.target import MESSAGES, PROMPT, TOKENS, Target, Trial, check, same
+from launcher_scripts.common.http_client import query
 
 PACKAGES = ("litellm", "openai")
 _PORT = 18942
@@ -105,8 +104,8 @@ def wait_until_alive(process: subprocess.Popen[bytes], log: Path) -> None:
     """Raises WrongAnswer with the proxy's last words when it does not answer."""
     until = time.monotonic() + _START_SECONDS
     while time.monotonic() < until and process.poll() is None:
-        with contextlib.suppress(OSError, urllib.error.URLError):
-            urllib.request.urlopen(f"http://127.0.0.1:{_PORT}/health/liveliness").close()
-            return
+        with contextlib.suppress(OSError):
+            if query(f"127.0.0.1:{_PORT}", "/health/liveliness", 10)[0] < 400:
+                return
         time.sleep(0.2)
     check(False, log.read_text()[-1000:])

@@ -6,6 +6,8 @@ meaning is: `vllm:` has become `launcher_`. Histograms have some more, lower bou
 
 from __future__ import annotations
 
+import contextlib
+import re
 from typing import NamedTuple
 
 COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
@@ -47,6 +49,42 @@ class Metric(NamedTuple):
         if self.kind != HISTOGRAM:
             return (self.name,)
         return tuple(f"{self.name}_{part}" for part in ("bucket", "sum", "count"))
+
+
+_LABEL = r'[A-Za-z_]\w*="(?:[^"\\]|\\.)*"'
+_SAMPLE = re.compile(
+    rf"([A-Za-z_:][\w:]*)(?:\{{((?:{_LABEL},? ?)*)\}})? (\S+)((?: \d+)?)", re.ASCII
+)
+
+
+class MetricSample(NamedTuple):
+    """One line of Prometheus' text format, of which `labels` and `value` are as written.
+
+    time: a space and the milliseconds, or empty
+    """
+
+    name: str
+    labels: str
+    value: str
+    time: str = ""
+
+
+def parse_sample(line: str) -> MetricSample | None:
+    """Return the sample of a line of Prometheus' text format; None for any other line."""
+    match = _SAMPLE.fullmatch(line.strip())
+    return None if match is None else MetricSample(*match.groups(""))
+
+
+def parse_values(text: str) -> dict[str, list[float]]:
+    """Return the values of all samples in Prometheus' text format, by the names of their metrics.
+
+    Other lines are skipped: at the address of a server that ended there may be any other one.
+    """
+    values: dict[str, list[float]] = {}
+    for sample in filter(None, map(parse_sample, text.splitlines())):
+        with contextlib.suppress(ValueError):
+            values.setdefault(sample.name, []).append(float(sample.value))
+    return values
 
 
 FIRST_TOKEN = Metric(

@@ -12,7 +12,6 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
-from prometheus_client.parser import text_string_to_metric_families
 from starlette.responses import Response
 
 from launcher_scripts.common.http_client import query
@@ -22,7 +21,6 @@ from launcher_scripts.gateway.generation import Record
 _OTHER = "other"
 _SERVER_SECONDS = 2.0  # for a server's answer
 _HEAD = re.compile(r"(# (?:HELP|TYPE)) (\S+)")
-_SAMPLE = re.compile(r"([A-Za-z_:][\w:]*)(?:\{(.*)\})? (\S+(?: \d+)?)")
 MAX_CLIENTS = 1000
 _OTHER_CLIENTS = "(others)"
 
@@ -173,10 +171,10 @@ def with_servers(texts: Mapping[str, str]) -> Response:
                 name = head[2]
                 if not any(item.startswith(head[1]) for item in heads.setdefault(name, [])):
                     heads[name].append(line)
-            elif result := _SAMPLE.fullmatch(line):
-                labels = f'server="{server}"' + (f",{result[2]}" if result[2] else "")
-                sample = f"{result[1]}{{{labels}}} {result[3]}"
-                samples.setdefault(name or result[1], []).append(sample)
+            elif sample := names.parse_sample(line):
+                labels = f'server="{server}"' + (f",{sample.labels}" if sample.labels else "")
+                written = f"{sample.name}{{{labels}}} {sample.value}{sample.time}"
+                samples.setdefault(name or sample.name, []).append(written)
     lines = [line for name in samples for line in (*heads.get(name, ()), *samples[name])]
     text = "".join(f"{line}\n" for line in lines)
     return Response(text, headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
@@ -187,13 +185,6 @@ def cache_use(text: str) -> float | None:
 
     text: its metrics, in Prometheus' text format; None where they do not say
     """
-    totals = {names.CACHE_TOKENS.name: 0.0, names.CACHE_USED.name: 0.0}
-    heads = tuple(f"{name}{{" for name in totals)
-    lines = "".join(f"{line}\n" for line in text.splitlines() if line.startswith(heads))
-    try:
-        for family in text_string_to_metric_families(lines):
-            totals[family.name] += sum(sample.value for sample in family.samples)
-    except ValueError:
-        return None
-    tokens, used = totals.values()
+    values = names.parse_values(text)
+    tokens, used = (sum(values.get(n.name, ())) for n in (names.CACHE_TOKENS, names.CACHE_USED))
     return used / tokens if tokens else None

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -34,7 +32,6 @@ from launcher_scripts.jobs.folders import Job
 
 _SECONDS = 2.0
 _NO_HEADERS: Mapping[str, str] = MappingProxyType({})
-_SAMPLE = re.compile(r"(?P<name>[A-Za-z_:][\w:]*)(?:\{(?P<labels>.*)\})? (?P<value>\S+)")
 _GIB = 2.0**30
 
 GPU_USE, GPU_USED, GPU_TOTAL = (
@@ -124,13 +121,7 @@ def _gateway(ready: Mapping[str, Any]) -> str | None:
 
 def parse_load(text: str) -> Load:
     """The load in Prometheus' text format; samples of several GPUs and models are combined."""
-    samples: dict[str, list[float]] = {}
-    for line in text.splitlines():
-        match = _SAMPLE.fullmatch(line.strip())
-        if match:
-            with suppress(ValueError):  # the address may be another server's by now
-                value = float(match["value"])
-                samples.setdefault(match["name"], []).append(value)
+    samples = names.parse_values(text)
 
     def total(name: str) -> float | None:
         return sum(samples[name]) if name in samples else None

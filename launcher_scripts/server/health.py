@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 import socket
 import ssl
 import time
@@ -169,8 +168,8 @@ class IdleDetector:
 
 def _total(text: str, metrics: tuple[str, ...]) -> float:
     """The sum of the metrics' values, over all models."""
-    values = re.findall(rf"^(?:{'|'.join(metrics)})(?:\{{.*\}})? (\S+)$", text, re.MULTILINE)
-    return sum(map(float, values))
+    values = names.parse_values(text)
+    return sum(sum(values.get(name, ())) for name in metrics)
 
 
 # One path of every part of Triton's interface, and those of the gateway that want a key.

@@ -3,17 +3,17 @@ elsewhere afterwards. The server has another address, as on another node."""
 
 from __future__ import annotations
 
-import http.client
 import json
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from urllib.parse import urlsplit
 
 import pytest
 
 from tests.gateway.processes import gateway
+from tests.http_requests import send, stream
 from tests.processes import wait_for
 from tests.server.processes import RunningStep, running
 from tests.server.repositories import export, text_config
@@ -44,24 +44,8 @@ def before(served: RunningStep, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 def answers(address: str) -> bool:
     """Return whether a request is served; a server that has failed is ready until it is stopped."""
-    connection = http.client.HTTPConnection(address, timeout=300)
-    try:
-        body = {**BODY, "max_tokens": 1, "stream": False}
-        connection.request("POST", "/v1/completions", json.dumps(body))
-        return connection.getresponse().status == 200
-    finally:
-        connection.close()
-
-
-@contextmanager
-def stream(address: str) -> Iterator[http.client.HTTPResponse]:
-    """A stream whose first event has come."""
-    connection = http.client.HTTPConnection(address, timeout=300)
-    connection.request("POST", "/v1/completions", json.dumps(BODY))
-    response = connection.getresponse()
-    assert response.status == 200 and response.readline().startswith(b"data: ")
-    yield response
-    connection.close()
+    body = {**BODY, "max_tokens": 1, "stream": False}
+    return send(f"{address}/v1/completions", body).status_code == 200
 
 
 def frozen(served: RunningStep, which: str) -> set[int]:
@@ -80,10 +64,12 @@ def test_streams_of_a_frozen_server_end_with_an_error(
 ) -> None:
     wait_for(lambda: answers(before), said=served.said)
     with ExitStack() as stack:
-        responses = [stack.enter_context(stream(before)) for _ in range(ROWS)]
+        responses = [
+            stack.enter_context(stream(f"{before}/v1/completions", BODY)) for _ in range(ROWS)
+        ]
         suspended = frozen(served, which)
         for response in responses:
-            *_, error, done, end = response.read().decode().split("\n\n")
+            *_, error, done, end = "".join(response).split("\n\n")
             assert (
                 json.loads(error.strip().removeprefix("data: "))["error"]["code"] == "unavailable"
             )

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import socket
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 
 from launcher_scripts.config.gateway import DeployedGateway
 from tests.gateway.processes import RunningGateway, gateway_job
+from tests.http_requests import is_served, receive
 from tests.processes import wait_for
 from tests.server.processes import RunningStep
 
@@ -36,18 +36,11 @@ def complete(started: RunningGateway, tokens: int = 3) -> str:
         "ignore_eos": True,
         "temperature": 0,
     }
-    asked = urllib.request.Request(
-        f"{started.facts['openai']}/completions",
-        json.dumps(body).encode(),
-        {"Content-Type": "application/json"},
-    )
-    with urllib.request.urlopen(asked, timeout=60) as answer:
-        return json.load(answer)["choices"][0]["text"]
+    return receive(f"{started.facts['openai']}/completions", body)["choices"][0]["text"]
 
 
 def cache_use(started: RunningGateway) -> float | None:
-    with urllib.request.urlopen(f"{started.address}/servers") as answer:
-        return json.load(answer)["servers"][0]["cache_use"]
+    return receive(f"{started.address}/servers")["servers"][0]["cache_use"]
 
 
 def child_of(started: RunningGateway) -> int:
@@ -57,11 +50,7 @@ def child_of(started: RunningGateway) -> int:
 
 
 def answers(started: RunningGateway) -> bool:
-    try:
-        with urllib.request.urlopen(f"{started.address}/ready", timeout=10) as answer:
-            return answer.status == 200
-    except OSError:
-        return False
+    return is_served(f"{started.address}/ready")
 
 
 @needs_server

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import socket
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from launcher_scripts.gateway.app import make_app
 from launcher_scripts.gateway.middleware import Keys
 from launcher_scripts.gateway.service import MAX_HEAD, BoundedProtocol
 from tests.gateway.fakes import SETTINGS, FakeBackend, listening, served
+from tests.http_requests import is_served, open_client
 from tests.processes import wait_for
 
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -73,16 +73,7 @@ def test_a_head_without_end_is_refused(begin: bytes, repeated: bytes, keys: dict
         statuses = (b"HTTP/1.1 431 ", b"HTTP/1.1 400 ", b"HTTP/1.1 401 ")
         assert received.startswith(statuses), received[:200]
         assert sent < 1_000_000
-        assert http_status(address) == 200
-
-
-def http_status(address: str) -> int:
-    connection = http.client.HTTPConnection(urlsplit(address).netloc, timeout=60)
-    try:
-        connection.request("GET", "/health")
-        return connection.getresponse().status
-    finally:
-        connection.close()
+        assert is_served(f"{address}health")
 
 
 def test_a_large_head_in_one_piece_is_refused_and_large_bodies_are_not() -> None:
@@ -93,23 +84,18 @@ def test_a_large_head_in_one_piece_is_refused_and_large_bodies_are_not() -> None
             assert answer(link).startswith(b"HTTP/1.1 431 ")
         large = json.dumps({"prompt": "Hello", "max_tokens": 2, "user": "u" * 700_000}).encode()
         for body in (large, iter([large[i : i + 16384] for i in range(0, len(large), 16384)])):
-            connection = http.client.HTTPConnection(urlsplit(address).netloc, timeout=60)
-            connection.request(
-                "POST", "/v1/completions", body, {"Content-Type": "application/json"}
-            )
-            assert connection.getresponse().status == 200
-            connection.close()
+            with open_client() as client:
+                headers = {"Content-Type": "application/json"}
+                response = client.post(f"{address}v1/completions", content=body, headers=headers)
+                assert response.status_code == 200
 
 
 def test_requests_one_after_the_other_have_their_own_limits() -> None:
     app = make_app([served(FakeBackend())], SETTINGS)
-    with listening(app) as address:
-        connection = http.client.HTTPConnection(urlsplit(address).netloc, timeout=60)
+    with listening(app) as address, open_client() as client:
         for _ in range(4):
-            connection.request("GET", "/health", headers={"A": "b" * 30_000})
-            response = connection.getresponse()
-            assert (response.status, response.read() != b"") == (200, True)
-        connection.close()
+            response = client.get(f"{address}health", headers={"A": "b" * 30_000})
+            assert (response.status_code, response.content != b"") == (200, True)
 
 
 @pytest.mark.parametrize(
@@ -154,4 +140,4 @@ def test_a_client_that_reads_nothing_gives_its_places_back(monkeypatch: pytest.M
         wait_for(lambda: app.state.gateway.admission.running)
         wait_for(lambda: not app.state.gateway.life.working)
         assert backend.running == app.state.gateway.admission.running == 0
-        assert http_status(address) == 200
+        assert is_served(f"{address}health")

@@ -6,7 +6,6 @@ import asyncio
 import json
 import logging
 import re
-import urllib.request
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +18,7 @@ from launcher_scripts.gateway.app import make_app
 from launcher_scripts.gateway.backend import Replica
 from launcher_scripts.gateway.service import DrainingServer, uvicorn_config
 from tests.gateway.fakes import SETTINGS, FakeBackend, client_of, listening, served, until
+from tests.http_requests import send
 
 KEYS = {"alice": "sk-alice-0123", "bob": "sk-bob-4567"}
 BODY = {"prompt": "Hello", "max_tokens": 40}
@@ -221,11 +221,9 @@ def test_only_named_proxies_say_who_the_client_is(
     with (
         caplog.at_level(logging.INFO, "gateway"),
         listening(app, trusted_proxies=proxies) as address,
-        urllib.request.urlopen(
-            urllib.request.Request(f"{address}v1/models", headers={"X-Forwarded-For": "10.9.8.7"})
-        ) as answer,
     ):
-        assert answer.status == 200
+        response = send(f"{address}v1/models", headers={"X-Forwarded-For": "10.9.8.7"})
+        assert response.status_code == 200
     assert f"client={client} " in caplog.text
 
 

@@ -9,13 +9,13 @@ import os
 import signal
 import subprocess
 import sys
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.http_requests import receive
 from tests.processes import wait_for
 from tests.server.processes import CHECKOUT
 from tests.server.repositories import export, text_config
@@ -74,8 +74,8 @@ def ready(folder: Path, name: str) -> dict[str, Any]:
 
 
 def servers(address: str) -> dict[str, dict[str, Any]]:
-    with urllib.request.urlopen(f"{address.removesuffix('/v1')}/servers") as answer:
-        return {each["address"]: each for each in json.load(answer)["servers"]}
+    found = receive(f"{address.removesuffix('/v1')}/servers")
+    return {each["address"]: each for each in found["servers"]}
 
 
 async def load(address: str, change: Callable[[list[str]], None]) -> list[str]:

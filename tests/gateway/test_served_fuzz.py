@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +16,8 @@ from launcher_scripts.contract import metric_names as names
 from tests.gateway.fakes import CHATML
 from tests.gateway.fuzzing import Fuzzed, Fuzzer, send
 from tests.gateway.processes import RunningGateway, gateway
+from tests.http_requests import receive
+from tests.http_requests import send as send_request
 from tests.processes import wait_for
 from tests.server.processes import RunningStep
 
@@ -67,8 +68,7 @@ def test_no_request_makes_it_fail(
     assert served.process.poll() is None
     assert not shared_server.finished()
     assert "Traceback" not in served.err, served.err[-4000:]
-    with urllib.request.urlopen(f"{served.address}/ready") as answer:
-        assert json.load(answer)["ready"]
+    assert receive(f"{served.address}/ready")["ready"]
 
 
 async def ask(port: int, count: int) -> tuple[Counter[str], list[str]]:
@@ -126,18 +126,13 @@ def fixed_answers(served: RunningGateway) -> list[Any]:
     answers = []
     for model in ("gpt", "plain", "t5"):
         body = {"model": model, "prompt": "Hello the people", "max_tokens": 20, "temperature": 0}
-        asked = urllib.request.Request(
-            f"{served.address}/v1/completions", json.dumps({**body, "logprobs": 2}).encode()
-        )
-        with urllib.request.urlopen(asked, timeout=SECONDS) as answer:
-            answers.append(json.load(answer)["choices"])
+        url = f"{served.address}/v1/completions"
+        answers.append(receive(url, {**body, "logprobs": 2})["choices"])
     return answers
 
 
 def read_gauges(address: str, metrics: list[names.Metric]) -> dict[str, float]:
     """By name and labels."""
-    with urllib.request.urlopen(address) as answer:
-        lines = answer.read().decode().splitlines()
     wanted = {metric.name for metric in metrics}
-    found = (line.rpartition(" ") for line in lines if not line.startswith("#"))
-    return {name: float(value) for name, _, value in found if name.split("{")[0] in wanted}
+    samples = filter(None, map(names.parse_sample, send_request(address).text.splitlines()))
+    return {f"{s.name} {s.labels}": float(s.value) for s in samples if s.name in wanted}

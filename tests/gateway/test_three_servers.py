@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import signal
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import pytest
 from launcher_scripts.config.settings import ExportSettings
 from launcher_scripts.jobs.status import load as load_of
 from tests.gateway.processes import RunningGateway, gateway_job
+from tests.http_requests import receive
 from tests.processes import wait_for
 from tests.server.processes import RunningStep, running
 from tests.server.repositories import export, text_config
@@ -52,8 +52,7 @@ def replica(
 
 
 def servers(started: RunningGateway) -> dict[str, Any]:
-    with urllib.request.urlopen(f"{started.address}/servers") as answer:
-        return {each["address"]: each for each in json.load(answer)["servers"]}
+    return {each["address"]: each for each in receive(f"{started.address}/servers")["servers"]}
 
 
 def healthy(started: RunningGateway) -> set[str]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,6 +12,7 @@ from launcher_scripts.config.export import TokenizerSettings
 from launcher_scripts.server.installation import find_installation
 from tests.engine.small_models import context_logits, engine_for, generate, random_tensors
 from tests.gpu.test_engine import LENGTHS, MODERN, PROMPTS, wider
+from tests.http_requests import receive
 from tests.server.processes import running
 from tests.server.repositories import export
 
@@ -34,9 +33,8 @@ def infer(address: str, prompt: tuple[int, ...], output_len: int) -> dict[str, l
             for name, kind, shape, data in inputs
         ]
     }
-    url = f"http://{address}/v2/models/tiny/infer"
-    with urllib.request.urlopen(url, json.dumps(body).encode(), timeout=60) as response:
-        return {output["name"]: output["data"] for output in json.load(response)["outputs"]}
+    outputs = receive(f"{address}/v2/models/tiny/infer", body)["outputs"]
+    return {output["name"]: output["data"] for output in outputs}
 
 
 def test_served_float32_tokens_equal_the_cpu(tmp_path: Path):

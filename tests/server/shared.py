@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from launcher_scripts.contract import metric_names as names
+from tests.http_requests import send
 from tests.processes import wait_for
 from tests.server.processes import RunningStep, running
 from tests.server.repositories import export, export_t5, text_config
@@ -76,8 +76,7 @@ def given_up(served: dict[str, Any], model: str) -> Iterator[None]:
 
 
 def _value(served: dict[str, Any], metric: names.Metric, model: str) -> float:
-    with urllib.request.urlopen(f"http://{served['metrics']}/metrics") as answer:
-        lines = answer.read().decode().splitlines()
-    name = f'{metric.name}{{{metric.labels[0]}="{model}"}} '
-    (value,) = [line.removeprefix(name) for line in lines if line.startswith(name)]
-    return float(value)
+    samples = map(names.parse_sample, send(f"{served['metrics']}/metrics").text.splitlines())
+    key = (metric.name, f'{metric.labels[0]}="{model}"')
+    (sample,) = [sample for sample in samples if sample and sample[:2] == key]
+    return float(sample.value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ from launcher_scripts.config.export import TokenizerSettings
 from launcher_scripts.config.gateway import DeployedGateway
 from tests.checkpoint.test_lora_stack import CASES, peft
 from tests.checkpoint.tiny_models import LLAMA, TinyModel
+from tests.http_requests import send
 from tests.server.processes import RunningStep, running
 from tests.server.repositories import TOKENIZERS, VOCAB_SIZE, export_settings
 from tests.server.test_gateway import KEY
@@ -64,14 +64,8 @@ def served(folder: Path) -> Iterator[RunningStep]:
 
 def ask(step: RunningStep, path: str, **body: Any) -> tuple[int, str]:
     openai = json.loads(step.settings.ready_file.read_text())["openai"]
-    connection = http.client.HTTPConnection(urlsplit(openai).netloc, timeout=120)
-    try:
-        headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
-        connection.request("POST" if body else "GET", path, json.dumps(body), headers)
-        response = connection.getresponse()
-        return response.status, response.read().decode()
-    finally:
-        connection.close()
+    response = send(f"{urlsplit(openai).netloc}{path}", body or None, key=KEY)
+    return response.status_code, response.text
 
 
 def text(step: RunningStep, model: str) -> str:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
 import http.server
-import json
 import os
 import socket
 import subprocess
@@ -19,7 +17,6 @@ from urllib.parse import unquote, urlsplit
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
-from prometheus_client.parser import text_string_to_metric_families
 
 from launcher_scripts.clients.connection import channel_arguments
 from launcher_scripts.common.errors import ServerError
@@ -30,6 +27,7 @@ from launcher_scripts.evaluation.served.client import connect
 from launcher_scripts.jobs.status import Load, is_ready, load_of
 from launcher_scripts.server.health import PATHS, answers, check_closed, check_key, listening
 from tests.gateway.processes import gateway
+from tests.http_requests import metric_families, send
 from tests.processes import command_line, wait_for
 from tests.server.processes import CHECKOUT, RunningStep, running
 from tests.server.repositories import export, text_config
@@ -104,16 +102,11 @@ def grpc_outcomes(address: str) -> dict[str, str]:
 
 
 def gateway_status(openai: str, method: str, path: str, key: str | None) -> int:
-    connection = http.client.HTTPConnection(urlsplit(openai).netloc, timeout=60)
-    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     body = {"model": MODEL, "prompt": "a", "max_tokens": 1}
     if "chat" in path:
         body = {"model": MODEL, "messages": [], "max_tokens": 1}
-    content = json.dumps(body).encode() if method == "POST" else None
-    connection.request(method, path, content, {**headers, "Content-Type": "application/json"})
-    status = connection.getresponse().status
-    connection.close()
-    return status
+    content = body if method == "POST" else None
+    return send(f"{urlsplit(openai).netloc}{path}", content, key=key, method=method).status_code
 
 
 def port_table(ready: dict[str, Any]) -> str:
@@ -203,13 +196,10 @@ def test_nobody_else_may_open_what_the_server_makes(closed: RunningStep) -> None
 @pytest.mark.usefixtures("tritonserver")
 def test_prometheus_scrapes_a_closed_server_with_a_key(closed: RunningStep) -> None:
     address = urlsplit(closed.ready["openai"]).netloc
-    bearer = {"Authorization": f"Bearer {KEY}"}
     server = closed.ready["grpc"].partition("#")[0]
 
     def families() -> dict[str, Any]:
-        status, text = query(address, "/servers/metrics", 60.0, headers=bearer)
-        assert status == 200
-        return {each.name: each for each in text_string_to_metric_families(text)}
+        return metric_families(f"{address}/servers/metrics", key=KEY)
 
     wait_for(lambda: "launcher_num_requests_running" in families())  # the fleet has looked at it
     found = families()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ from transformers import AutoTokenizer, GenerationConfig
 
 from tests.checkpoint.test_generation_files import repository, save_fast
 from tests.checkpoint.tiny_models import DECODERS
+from tests.http_requests import receive
 from tests.server.processes import running
 
 pytestmark = pytest.mark.usefixtures("tritonserver")
@@ -20,9 +19,7 @@ PROMPT = "the fox"
 
 
 def ask(served: dict[str, Any], model: str, **body: Any) -> dict[str, Any]:
-    url = f"http://{served['http']}/v2/models/{model}/generate"
-    with urllib.request.urlopen(url, json.dumps(body).encode(), 60) as answer:
-        return json.loads(answer.read())
+    return receive(f"{served['http']}/v2/models/{model}/generate", body)
 
 
 def test_texts_start_and_end_as_in_transformers(tmp_path: Path) -> None:

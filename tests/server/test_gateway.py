@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import os
 import re
@@ -21,6 +20,7 @@ import pytest
 from launcher_scripts.common.tokenizer import load_tokenizer
 from launcher_scripts.config.gateway import DeployedGateway
 from launcher_scripts.jobs.status import load
+from tests.http_requests import is_served, send, stream
 from tests.processes import wait_for
 from tests.server.processes import RunningStep, running
 from tests.server.repositories import TOKENIZERS, export, text_config
@@ -38,17 +38,9 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def ask(openai: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, Any]:
-    """Status and JSON of the gateway's answer. Raises OSError where nobody answers."""
-    found = urlsplit(openai)
-    connection = http.client.HTTPConnection(found.netloc, timeout=120)
-    try:
-        headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
-        data = None if body is None else json.dumps(body)
-        connection.request("POST" if body else "GET", path, body=data, headers=headers)
-        response = connection.getresponse()
-        return response.status, json.loads(response.read())
-    finally:
-        connection.close()
+    """Status and JSON of the gateway's answer."""
+    response = send(f"{urlsplit(openai).netloc}{path}", body, key=KEY)
+    return response.status_code, response.json()
 
 
 def gateway_pid(step: RunningStep) -> int:
@@ -57,10 +49,7 @@ def gateway_pid(step: RunningStep) -> int:
 
 
 def answers(openai: str) -> bool:
-    try:
-        return ask(openai, "/ready")[0] == 200
-    except OSError:
-        return False
+    return is_served(f"{urlsplit(openai).netloc}/ready")
 
 
 @pytest.fixture(scope="module")
@@ -147,17 +136,12 @@ def test_a_frozen_server_ends_its_streams_with_an_error(served: RunningStep, fro
     ready = ready_file(served)
     wait_for(lambda: answers(ready["openai"]))
     pid = int(ready["pid"] if frozen == "tritonserver" else ready["ranks"][0]["pid"])
-    connection = http.client.HTTPConnection(urlsplit(ready["openai"]).netloc, timeout=120)
     body = {"model": "tiny", "prompt": "Once", "max_tokens": 4000, "ignore_eos": True}
-    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
-    connection.request("POST", "/v1/completions", json.dumps({**body, "stream": True}), headers)
-    response = connection.getresponse()
-    assert response.status == 200 and response.readline().startswith(b"data: ")
-    os.kill(pid, signal.SIGSTOP)
-    *_, error, done, end = response.read().decode().split("\n\n")
+    with stream(f"{ready['openai']}/completions", {**body, "stream": True}, key=KEY) as texts:
+        os.kill(pid, signal.SIGSTOP)
+        *_, error, done, end = "".join(texts).split("\n\n")
     assert json.loads(error.removeprefix("data: "))["error"]["code"] == "unavailable"
     assert (done, end) == ("data: [DONE]", "")
-    connection.close()
     wait_for(
         lambda: served.settings.ready_file.exists() and ready_file(served)["pid"] != ready["pid"]
     )

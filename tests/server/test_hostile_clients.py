@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +9,7 @@ import numpy as np
 import pytest
 from tritonclient.utils import InferenceServerException
 
+from tests.http_requests import send
 from tests.server.processes import RunningStep, running
 from tests.server.repositories import export
 from tests.server.requests import Client, Stream, generated, ids_request, text_rows
@@ -29,14 +28,8 @@ def served(shared_server: RunningStep) -> dict[str, Any]:
 
 def post(served: dict[str, Any], path: str, body: bytes | dict[str, Any]) -> tuple[int, Any]:
     """Status and answer of a POST below /v2/models."""
-    connection = http.client.HTTPConnection(served["http"], timeout=60)
-    given = body if isinstance(body, bytes) else json.dumps(body).encode()
-    try:
-        connection.request("POST", f"/v2/models/{path}", given)
-        answer = connection.getresponse()
-        return answer.status, json.loads(answer.read())
-    finally:
-        connection.close()
+    response = send(f"{served['http']}/v2/models/{path}", body)
+    return response.status_code, response.json()
 
 
 @pytest.mark.parametrize(

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from prometheus_client import parser
 from tritonclient.utils import InferenceServerException
 
 from launcher_scripts.contract import metric_names as names
 from launcher_scripts.jobs.status import load
 from tests.engine.small_models import random_tensors, write_checkpoint
+from tests.http_requests import metric_families
 from tests.processes import wait_for
 from tests.server.processes import running
 from tests.server.repositories import END_ID, export, text_config
@@ -39,10 +38,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]
 
 def samples(served: dict[str, Any]) -> Samples:
     """The samples of the project's metrics by name and labels, the model's left out."""
-    with urllib.request.urlopen(f"http://{served['metrics']}/metrics") as answer:
-        text = answer.read().decode()
     found = {}
-    for family in parser.text_string_to_metric_families(text):
+    for family in metric_families(f"{served['metrics']}/metrics").values():
         for sample in family.samples:
             if sample.name.startswith("launcher_"):
                 labels = dict(sample.labels)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import shutil
 import subprocess
 from pathlib import Path
@@ -23,6 +22,7 @@ from launcher_scripts.config.security import (
 from launcher_scripts.config.settings import DeploySettings
 from launcher_scripts.gateway.service import serve
 from launcher_scripts.server.process import TOKEN_HEADER, Protection, launch_credentials
+from tests.http_requests import send
 from tests.server.processes import running
 from tests.server.test_service import make_repository
 
@@ -161,12 +161,7 @@ def certificates(folder: Path) -> dict[str, str]:
 
 
 def status(address: str, method: str, path: str, **headers: str) -> int:
-    connection = http.client.HTTPConnection(address, timeout=60)
-    try:
-        connection.request(method, path, body="{}", headers=headers)
-        return connection.getresponse().status
-    finally:
-        connection.close()
+    return send(f"{address}{path}", {}, method=method, headers=headers).status_code
 
 
 @pytest.mark.usefixtures("tritonserver")

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import http.client
-import json
 import threading
-from contextlib import closing
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
 
 from launcher_scripts.common.files import DigestChain
-from launcher_scripts.common.http_client import query
 from launcher_scripts.config.gateway import DeployedGateway
 from launcher_scripts.jobs.__main__ import main
 from tests.engine.small_models import random_tensors
+from tests.http_requests import send
 from tests.server.processes import running
 from tests.server.repositories import export, text_config
 from tests.server.test_gateway import KEY, ask
@@ -68,26 +65,17 @@ def test_a_running_server_gets_the_weights_of_another_export(tmp_path: Path, cap
         assert after["choices"] != before["choices"]
         (shown,) = ask(openai, "/version")[1]["models"].values()
         assert shown == digests.values()
-        status, text = query(
-            urlsplit(openai).netloc,
-            "/servers/metrics",
-            30,
-            headers={"Authorization": f"Bearer {KEY}"},
-        )
-        assert status == 200
-        assert f'system_fingerprint="{digests.fingerprint}"' in text
+        metrics = send(f"{urlsplit(openai).netloc}/servers/metrics", key=KEY).text
+        assert f'system_fingerprint="{digests.fingerprint}"' in metrics
         narrow = export(tmp_path / "narrow", text_config(max_positions=512)).model_repository
         assert main(["swap", ready_file, str(narrow)]) == 1
         assert "max_positions is another one" in capsys.readouterr().err
         assert ask(openai, "/v1/completions", BODY)[1]["choices"] == after["choices"]
-        body = json.dumps({"checkpoint": str(second)})
+        body = {"checkpoint": str(second)}
         assert "admins" in str(ask_as("sk-of-clients", openai, body))
         assert step.stop() == 0, step.err
 
 
-def ask_as(key: str, openai: str, body: str) -> tuple[int, str]:
-    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
-    with closing(http.client.HTTPConnection(urlsplit(openai).netloc, timeout=60)) as connection:
-        connection.request("POST", "/admin/weights", body, headers)
-        response = connection.getresponse()
-        return response.status, response.read().decode()
+def ask_as(key: str, openai: str, body: dict[str, str]) -> tuple[int, str]:
+    response = send(f"{urlsplit(openai).netloc}/admin/weights", body, key=key)
+    return response.status_code, response.text

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import re
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -30,6 +29,7 @@ from launcher_scripts.steps import (
 from tests.engine.reference_beams import Settings, search
 from tests.engine.small_t5 import Plain, t5_tensors
 from tests.gateway.processes import gateway
+from tests.http_requests import receive
 from tests.server.processes import CHECKOUT, run_export, running
 from tests.server.repositories import (
     SHAPES,
@@ -303,9 +303,7 @@ def test_an_encoder_is_evaluated(
 
 def post_json(ready: dict[str, Any], model: str, verb: str, body: dict[str, Any]) -> Any:
     url = f"http://{ready['http']}/v2/models/{model}/{verb}"
-    request = urllib.request.Request(url, json.dumps(body).encode())
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        return json.load(answer)
+    return receive(url, body)
 
 
 @needs_server
@@ -361,9 +359,8 @@ def test_the_gateway_gives_an_encoders_vectors(
         text = (CHECKOUT / "docs" / "gateway.md").read_text(encoding="utf-8")
         (body,) = re.findall(r"^    curl .*/v1/embeddings -d '(.*)'$", text, re.MULTILINE)
         url = f"{started.facts['openai']}/embeddings"
-        documented = json.dumps({"model": "fp32", **json.loads(body)}).encode()
-        with urllib.request.urlopen(urllib.request.Request(url, documented)) as answer:
-            assert len(json.load(answer)["data"]) == 2
+        documented = {"model": "fp32", **json.loads(body)}
+        assert len(receive(url, documented)["data"]) == 2
         client = openai.OpenAI(base_url=started.facts["openai"], api_key="none")
         assert started.facts["models"] == sorted(tolerances)  # `original` has no tokenizer
         for name, tolerance in tolerances.items():

@@ -11,8 +11,6 @@ import socket
 import subprocess
 import sys
 import threading
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,6 +18,7 @@ import numpy as np
 import pytest
 from tritonclient.utils import InferenceServerException
 
+from tests.http_requests import receive, send
 from tests.processes import wait_for
 from tests.server.processes import CHECKOUT, RunningStep
 from tests.server.requests import Client, Stream, infer_inputs, text_rows
@@ -54,16 +53,12 @@ def original(output_len: int, *prompts: str, **more: Any) -> dict[str, np.ndarra
 
 
 def post(served: dict[str, Any], path: str, body: dict[str, Any]) -> dict[str, Any]:
-    url = f"http://{served['http']}/v2/models/{path}"
-    with urllib.request.urlopen(url, json.dumps(body).encode(), 60) as answer:
-        return json.loads(answer.read())
+    return receive(f"{served['http']}/v2/models/{path}", body)
 
 
 def events(served: dict[str, Any], path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
     """Server-sent events of generate_stream."""
-    url = f"http://{served['http']}/v2/models/{path}"
-    with urllib.request.urlopen(url, json.dumps(body).encode(), 60) as answer:
-        lines = answer.read().decode().split("\n\n")
+    lines = send(f"{served['http']}/v2/models/{path}", body).text.split("\n\n")
     assert all(line.startswith("data: ") for line in lines if line)
     return [json.loads(line.removeprefix("data: ")) for line in lines if line]
 
@@ -271,16 +266,16 @@ def test_log_probabilities_and_outputs_by_name(served: dict[str, Any], stream: S
     ],
 )
 def test_wrong_requests_for_text(served: dict[str, Any], body: dict[str, Any], reason: str) -> None:
-    with pytest.raises(urllib.error.HTTPError) as caught:
-        post(served, "plain_ensemble/generate", body)
-    assert caught.value.code == 400
-    assert reason in json.loads(caught.value.read())["error"]
+    response = send(f"{served['http']}/v2/models/plain_ensemble/generate", body)
+    assert response.status_code == 400
+    assert reason in response.json()["error"]
 
 
 def test_a_number_below_zero_is_refused(served: dict[str, Any]) -> None:
-    with pytest.raises(urllib.error.HTTPError) as caught:
-        post(served, "plain_text/generate", {"text_input": "a", "max_tokens": -1})
-    assert "max_tokens must be at least 0; got -1" in json.loads(caught.value.read())["error"]
+    body = {"text_input": "a", "max_tokens": -1}
+    response = send(f"{served['http']}/v2/models/plain_text/generate", body)
+    assert response.status_code == 400
+    assert "max_tokens must be at least 0; got -1" in response.json()["error"]
 
 
 # Requests of other programs, as their code sends them
@@ -351,8 +346,8 @@ def test_a_request_of_genai_perf(served: dict[str, Any], model: str) -> None:
         "stream": True,
         "min_length": 8,
     }
-    with urllib.request.urlopen(f"http://{served['http']}/v2/models/{model}") as answer:
-        declared = {each["name"]: each["datatype"] for each in json.loads(answer.read())["inputs"]}
+    metadata = receive(f"{served['http']}/v2/models/{model}")
+    declared = {each["name"]: each["datatype"] for each in metadata["inputs"]}
     types = {"BYTES": np.object_, "BOOL": np.bool_, "INT32": np.int32, "UINT32": np.uint32}
     tensors = {name: np.array([[at]], types[declared[name]]) for name, at in values.items()}
     with Stream(served) as stream:

@@ -6,12 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from launcher_scripts.server.addresses import PORT_NAMES
 from launcher_scripts.server.installation import OUR_PROGRAMS
+from tests.http_requests import is_served
 from tests.processes import wait_for
 from tests.slurm.configuration import free_ports
 
@@ -60,12 +60,7 @@ class WrappedServer:
             )
 
     def ready(self, node: int = 0) -> bool:
-        url = f"http://127.0.0.1:{self.ports[3 * node]}/v2/health/ready"
-        try:
-            with urllib.request.urlopen(url, timeout=5) as answer:
-                return answer.status == 200
-        except OSError:
-            return False
+        return is_served(f"127.0.0.1:{self.ports[3 * node]}/v2/health/ready")
 
     def wait_until_ready(self) -> dict[str, str]:
         """The addresses, as a ready file has them."""

@@ -6,11 +6,11 @@ import json
 import re
 import shutil
 import subprocess
-import urllib.request
 from typing import Any
 
 import pytest
 
+from tests.http_requests import receive
 from tests.processes import command_line, variables, wait_for
 from tests.slurm.cluster import TestCluster
 from tests.slurm.serving import TP2
@@ -44,9 +44,7 @@ def test_the_gateway_is_on_the_first_node_and_ends_with_the_job(
 
 
 def asked(openai: str, path: str, body: dict[str, Any] | None = None) -> Any:
-    data = None if body is None else json.dumps(body).encode()
-    with urllib.request.urlopen(f"{openai.removesuffix('/v1')}{path}", data) as answer:
-        return json.load(answer)
+    return receive(f"{openai.removesuffix('/v1')}{path}", body)
 
 
 def test_replicas_have_one_address_which_outlives_each_of_them(
