@@ -32,7 +32,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 STEPS, BATCH, LENGTH = 40, 32, 40
-NOISE = 0.15
+NOISE = 0.7
 SYLLABLES = ("ba", "du", "ke", "lo", "mi", "nu", "ra", "so", "ti", "ve")
 
 

@@ -14,5 +14,6 @@ CLIENTS = {
     "interactive_identity_test": "one session of several requests of token ids",
     "interactive_end_to_end_test": "one session of text, model by model and through the ensemble",
     "word_list": "words as the ids and end offsets of a words list, for a request file",
+    "refit": "send the tensors of a safetensors file to a server that serves the same model",
     "chat": "talk to a model in the terminal",
 }

@@ -29,6 +29,7 @@ OPERATION_PARAMETER = "launcher_operation"
 # Of an exchange of weights.  drain: requests that have begun end before, new ones wait;
 # mixed: they go on with new weights
 ExchangeMode = Literal["drain", "mixed"]
+SLEEPS = "the model sleeps: POST /wake_up makes it serve again"
 EXCHANGE_MODES: tuple[ExchangeMode, ...] = get_args(ExchangeMode)
 DRAIN_SECONDS = 30.0
 # Inputs with one value per row -> field of SamplingParameters.

@@ -26,6 +26,7 @@ from launcher_scripts.common.files import DigestChain
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.contract.requests import (
     DRAIN_SECONDS,
+    SLEEPS,
     ExchangeMode,
     GenerateOutput,
     GenerateRequest,
@@ -89,6 +90,7 @@ class WeightSwaps:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self.settings = engine.settings
         self.version = 0
         self._asleep: ExitStack | None = None
         self.folder = Path(engine.settings.checkpoint_dir)
@@ -164,7 +166,7 @@ class WeightSwaps:
                 scheduler.asleep = True
 
             engine.between_steps(fall_asleep, drains=True, seconds=drain_seconds)
-            engine.closed_for = "the model sleeps: POST /wake_up makes it serve again"
+            engine.closed_for = SLEEPS
             self._asleep = stack.pop_all()
 
     def wake(self) -> None:
@@ -188,7 +190,7 @@ class WeightSwaps:
 
     def _operations(self) -> AbstractContextManager[Operations]:
         if self.sleeping:
-            raise BusyError("the model sleeps: POST /wake_up first")
+            raise BusyError(SLEEPS)
         return self._engine.operations.exclusive()
 
     def _replace(

@@ -11,7 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from launcher_scripts.common.files import block_digests
+from launcher_scripts.contract.requests import SLEEPS
 from launcher_scripts.gateway.api_errors import ServerLost, timed_out, unavailable
+
+SLEEP_SECONDS = 5  # after which a client may ask a model that sleeps again
 
 
 @dataclass(frozen=True)
@@ -101,11 +104,13 @@ class TokenLogProb:
 class RowWeights(NamedTuple):
     """The weights of a row that has ended: their system_fingerprint, None where it is not known.
 
-    mixed: the row began with others, and went on with these
+    mixed:   the row began with others, and went on with these
+    version: the trainer's name of them, where it has one
     """
 
     fingerprint: str | None
     mixed: bool
+    version: str | None = None
 
 
 class Increment(NamedTuple):
@@ -158,6 +163,11 @@ class Backend(Protocol):
 
 class ServerBackend(Backend, Protocol):
     """A Backend that is one server."""
+
+    @property
+    def sleeping(self) -> bool:
+        """Return whether the model has neither weights nor cache until it is woken up."""
+        ...
 
     async def operate(self, operation: Mapping[str, Any]) -> dict[str, Any]:
         """Have an operation done by the model's server; its reply."""
@@ -289,9 +299,13 @@ class Replica:
             "models": sorted(self.backends),
         }
 
+    def serves(self, model: str) -> bool:
+        """Return whether it has the model, be it that this sleeps."""
+        return self.healthy and not self.leaving and model in self.backends
+
     def takes(self, model: str) -> bool:
         """Return whether it may be given rows of the model."""
-        return self.healthy and not self.leaving and model in self.backends
+        return self.serves(model) and not self.backends[model].sleeping
 
     async def generate(self, model: str, request: RowRequest) -> AsyncGenerator[Increment, None]:
         """The row's increments, counted. Raises ServerLost when the server fails."""
@@ -356,6 +370,8 @@ class Replicas:
                 if has_started and not request.full:
                     raise
                 lost = error
+        if lost is None and any(server.serves(self._model) for server in self._servers):
+            raise unavailable(SLEEPS, SLEEP_SECONDS)
         raise lost or unavailable(f"no server of {self._model} is healthy")
 
     @property

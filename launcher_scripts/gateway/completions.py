@@ -85,6 +85,8 @@ class Answering(ABC):
             "model": model.name,
             "system_fingerprint": model.fingerprint,
         }
+        if version := (model.current_digests or {}).get("weights_version"):
+            self._head["weights_version"] = version
         opening = to_json({**self._head, "object": self.chunk_kind})
         self._opening = b"data: " + opening[:-1] + b',"choices":'
         self._frames: dict[int, list[bytes]] = {}
@@ -118,6 +120,8 @@ class Answering(ABC):
         if weights is None:
             return {}
         result: dict[str, Any] = {"system_fingerprint": weights.fingerprint}
+        if weights.version is not None:
+            result["weights_version"] = weights.version
         return {**result, "mixed_weights": True} if weights.mixed else result
 
     async def events(self) -> AsyncGenerator[bytes, None]:

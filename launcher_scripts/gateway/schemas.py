@@ -440,6 +440,27 @@ class WeightsBody(StrictBody):
     drain_timeout: float = Field(default=DRAIN_SECONDS, ge=0, le=3600)
 
 
+class ModelBody(StrictBody):
+    """The request: something is done to the servers of a model; without a name, of the only one."""
+
+    model: str | None = None
+
+
+class RefitBody(ModelBody):
+    """The request: the weights of a transformers folder come in place of the present ones.
+
+    folder:  as the servers' nodes see it
+    version: the trainer's name of them, which answers then have as weights_version
+    probe:   the logits are compared with the CPU's before the weights are served
+    """
+
+    folder: str
+    version: str = Field(default="", max_length=200)
+    mode: ExchangeMode = "mixed"
+    drain_timeout: float = Field(default=DRAIN_SECONDS, ge=0, le=3600)
+    probe: bool = False
+
+
 class UnloadLoRABody(StrictBody):
     """The request: no further row gets an adapter that was added."""
 

@@ -26,6 +26,7 @@ from launcher_scripts.contract.requests import (
     CLIENT_PARAMETER,
     OPERATION_PARAMETER,
     PROMPT_LOG_PROBS,
+    SLEEPS,
     TOKEN_LOG_PROBS,
     EndCode,
 )
@@ -40,6 +41,7 @@ from launcher_scripts.gateway.api_errors import (
     unsupported,
 )
 from launcher_scripts.gateway.backend import (
+    SLEEP_SECONDS,
     AddedLoRA,
     Increment,
     RowRequest,
@@ -111,7 +113,8 @@ class TritonBackend:
         self._loras: dict[AddedLoRA, int] = {}  # their numbers at this server
         self._loading = asyncio.Lock()
         self.digests: Mapping[str, Any] | None = None
-        self._fingerprints: dict[int, str | None] = {}  # by the version of the weights
+        self.sleeping = False
+        self._digests: dict[int, Mapping[str, Any]] = {}  # by the version of the weights
         self._types = {
             spec["name"]: NUMPY_TYPES[spec["data_type"].removeprefix("TYPE_")]
             for spec in config["input"]
@@ -201,8 +204,8 @@ class TritonBackend:
             raise self._failure(error, _OPENING) from error
         if "digests" in reply:
             self.digests = reply["digests"] if reply["version"] else None
-            fingerprint = reply["digests"] and reply["digests"]["system_fingerprint"]
-            self._fingerprints[int(reply["version"])] = fingerprint
+            self._digests[int(reply["version"])] = reply["digests"] or {}
+        self.sleeping = bool(reply.get("sleeping", self.sleeping))
         return reply
 
     async def _lora_number(self, lora: AddedLoRA) -> int:
@@ -220,10 +223,11 @@ class TritonBackend:
         if code <= 1:
             return None
         version, mixed = EndCode.read(code)
-        if version not in self._fingerprints:
+        if version not in self._digests:
             with contextlib.suppress(ApiError):
                 await self.operate({"operation": "weights"})
-        return RowWeights(self._fingerprints.get(version), mixed)
+        digests = self._digests.get(version, {})
+        return RowWeights(digests.get("system_fingerprint"), mixed, digests.get("weights_version"))
 
     async def _encode(self, request: RowRequest, more: Mapping[str, Any]) -> Increment:
         """Return the states of an encoder. Raises ApiError."""
@@ -289,6 +293,8 @@ class TritonBackend:
             status, message = str(error.code()), str(error.details())
         if request.timeout is not None and "timeout is over" in message:
             return timed_out(request.timeout)
+        if SLEEPS in message:  # another gateway has had it do so
+            return unavailable(message, SLEEP_SECONDS)
         if "INVALID_ARG" in status:
             return _refusal(message, request)
         if "UNAVAILABLE" in status or any(words in message for words in _LOST):

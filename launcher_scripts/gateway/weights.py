@@ -16,6 +16,8 @@ from launcher_scripts.gateway.api_errors import ApiError, bad_request, unavailab
 from launcher_scripts.gateway.backend import AddedLoRA, Replica
 from launcher_scripts.gateway.schemas import (
     LoadLoRABody,
+    ModelBody,
+    RefitBody,
     StrictBody,
     UnloadLoRABody,
     WeightsBody,
@@ -25,6 +27,7 @@ from launcher_scripts.gateway.served_model import Models, ServedModel
 # Kinds of errors of a server's operation -> status; any other one is the server's.
 _STATUSES = {"ConfigError": 400, "CheckpointError": 400, "OperationError": 409, "BusyError": 409}
 _LORA_STATUSES = {**_STATUSES, "OperationError": 400}
+_NEW_WEIGHTS, _ASLEEP = "these have the new weights already", "these sleep already"
 Body = TypeVar("Body", bound=StrictBody)
 
 
@@ -46,6 +49,11 @@ class WeightsAdmin:
         self._changing = asyncio.Lock()  # the adapters
         self.routes = [
             Route("/admin/weights", self.exchange, methods=["POST"]),
+            Route("/admin/refit", self.refit, methods=["POST"]),
+            Route("/admin/refit_socket", self.refit_socket, methods=["POST"]),
+            Route("/sleep", self.sleep, methods=["POST"]),
+            Route("/wake_up", self.wake, methods=["POST"]),
+            Route("/is_sleeping", self.is_sleeping, methods=["GET"]),
             Route("/v1/load_lora_adapter", self.load_lora, methods=["POST"]),
             Route("/v1/unload_lora_adapter", self.unload_lora, methods=["POST"]),
         ]
@@ -56,19 +64,65 @@ class WeightsAdmin:
         One server after the other: each has them or keeps its own. The first error ends it.
         """
         body = await self._body(request, WeightsBody)
-        model, servers = self._servers(body.model)
         operation = {"operation": "swap", **body.model_dump(exclude={"model"})}
+        return await self._on_all(body.model, operation, "weights_not_exchanged", _NEW_WEIGHTS)
+
+    async def refit(self, request: Request) -> Response:
+        """POST /admin/refit: serve the weights of a transformers folder, on every server of the
+        model, one after the other."""
+        body = await self._body(request, RefitBody)
+        operation = {"operation": "refit", **body.model_dump(exclude={"model"})}
+        return await self._on_all(body.model, operation, "weights_not_exchanged", _NEW_WEIGHTS)
+
+    async def refit_socket(self, request: Request) -> Response:
+        """POST /admin/refit_socket: the path of a socket on every server of the model, to which
+        tensors may be sent by name."""
+        body = await self._body(request, ModelBody)
+        return await self._on_all(body.model, {"operation": "refit_socket"}, "no_socket")
+
+    async def sleep(self, request: Request) -> Response:
+        """POST /sleep: every server of the model gives its device's memory back until /wake_up.
+
+        Query: model; level is vLLM's and changes nothing, mode=abort is not known.
+        """
+        operation = {"operation": "sleep"}
+        return await self._on_all(self._named(request), operation, "not_asleep", _ASLEEP)
+
+    async def wake(self, request: Request) -> Response:
+        """POST /wake_up: every server of the model serves again, with an empty cache."""
+        return await self._on_all(self._named(request), {"operation": "wake"}, "not_awake")
+
+    async def is_sleeping(self, request: Request) -> Response:
+        """GET /is_sleeping: whether any server of the model sleeps."""
+        model, servers = self._servers(self._named(request))
+        for server in servers:
+            await server.backends[model.name].operate({"operation": "weights"})
+        return JSONResponse(
+            {"is_sleeping": any(server.backends[model.name].sleeping for server in servers)}
+        )
+
+    def _named(self, request: Request) -> str | None:
+        """Return the model that the query of an admin's request names. Raises ApiError."""
+        check_admin(request.state.record.owner, self._admins)
+        return request.query_params.get("model")
+
+    async def _on_all(
+        self, name: str | None, operation: Mapping[str, Any], code: str, done: str = ""
+    ) -> Response:
+        """Have every server of a model do an operation, one after the other; the first error ends
+        it.  code: of that error;  done: what those before have done, for its message
+        """
+        model, servers = self._servers(name)
         results: list[dict[str, Any]] = []
         for server in servers:
             address = server.address.partition("#")[0]  # without credentials
             reply = await server.backends[model.name].operate(operation)
             if "error" in reply:
                 message = f"the server at {address}: {reply['error']}"
-                if results:
+                if results and done:
                     names = ", ".join(result["server"] for result in results)
-                    message += f"; these have the new weights already: {names}"
-                status = _STATUSES.get(reply["kind"], 500)
-                raise ApiError(status, message, code="weights_not_exchanged")
+                    message += f"; {done}: {names}"
+                raise ApiError(_STATUSES.get(reply["kind"], 500), message, code=code)
             results.append({"server": address, **reply})
         return JSONResponse({"model": model.name, "servers": results})
 
@@ -116,7 +170,7 @@ class WeightsAdmin:
         model = self._models.find(name)
         if model.parent is not None:
             raise bad_request(f"{model.name} is an adapter of {model.parent}", "model")
-        servers = [server for server in self._replicas if server.takes(model.name)]
+        servers = [server for server in self._replicas if server.serves(model.name)]
         if not servers:
             raise unavailable(f"no server of {model.name} is healthy")
         return model, servers

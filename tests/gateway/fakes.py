@@ -56,6 +56,7 @@ class FakeBackend:
     cached: Callable[[RowRequest], int] = lambda _: 0
     shares_prefixes: bool = False
     digests: Mapping[str, Any] | None = None
+    sleeping: bool = False
     reply: Mapping[str, Any] = field(default_factory=dict)
     operations: list[Mapping[str, Any]] = field(default_factory=list)
     requests: list[RowRequest] = field(default_factory=list)

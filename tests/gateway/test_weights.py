@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from launcher_scripts.gateway.backend import Increment, Replica, RowWeights
+from launcher_scripts.gateway.backend import Increment, Replica, Replicas, RowWeights
 from tests.gateway.fakes import FakeBackend, client_of, served
 
 KEYS = {"alice": "sk-alice-0123", "bob": "sk-bob-4567"}
@@ -15,9 +15,9 @@ DIGESTS = {"system_fingerprint": "fp_new", "manifest": "00", "source": {}}
 DONE = {"version": 1, "digests": DIGESTS}
 
 
-def post(client, body=BODY, key: str | None = "sk-alice-0123"):
+def post(client, body=BODY, key: str | None = "sk-alice-0123", path: str = "/admin/weights"):
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-    return client.post("/admin/weights", json=body, headers=headers)
+    return client.post(path, json=body, headers=headers)
 
 
 def admin_client(*backends: FakeBackend):
@@ -75,6 +75,50 @@ def test_wrong_bodies_are_refused():
     assert post(client, {**BODY, "model": "other"}).status_code == 404
 
 
+REFIT = {"folder": "/checkpoints/step", "version": "step-9"}
+
+
+@pytest.mark.parametrize("path", ["/admin/refit", "/admin/refit_socket", "/sleep", "/wake_up"])
+def test_refit_and_sleep_are_for_admins(path):
+    backend = FakeBackend(reply=DONE)
+    client = admin_client(backend)
+    assert post(client, REFIT, "sk-bob-4567", path).status_code == 403
+    assert backend.operations == []
+
+
+def test_a_refit_reaches_every_server():
+    backends = [FakeBackend(reply=DONE), FakeBackend(reply=DONE)]
+    response = post(admin_client(*backends), REFIT, path="/admin/refit")
+    assert response.json()["model"] == "tiny"
+    operation = {
+        **REFIT,
+        "operation": "refit",
+        "mode": "mixed",
+        "drain_timeout": 30.0,
+        "probe": False,
+    }
+    assert [backend.operations for backend in backends] == [[operation]] * 2
+    assert post(admin_client(*backends), {"version": "x"}, path="/admin/refit").status_code == 400
+
+
+def test_a_model_that_sleeps_is_said_to_and_can_be_woken():
+    backend = FakeBackend(sleeping=True)
+    replicas = [Replica("node0:8001", {"tiny": backend}, healthy=True)]
+    model = served(Replicas("tiny", replicas))
+    client = client_of(model, keys=KEYS, admins=("alice",), api_keys="k", replicas=replicas)
+    headers = {"Authorization": "Bearer sk-alice-0123"}
+    body = {"prompt": "Hello", "max_tokens": 5}
+    answer = client.post("/v1/completions", json=body, headers=headers)
+    assert answer.status_code == 503
+    assert answer.headers["retry-after"] == "5"
+    assert "POST /wake_up" in answer.json()["error"]["message"]
+    assert backend.requests == []
+    assert client.get("/is_sleeping", headers=headers).json() == {"is_sleeping": True}
+    assert client.post("/wake_up?model=tiny", headers=headers).status_code == 200
+    assert client.post("/wake_up?model=other", headers=headers).status_code == 404
+    assert backend.operations[-1] == {"operation": "wake"}
+
+
 class Swapped(FakeBackend):
     """Its rows end with other weights than they began with."""
 
@@ -104,3 +148,7 @@ def test_the_version_and_later_answers_name_the_digests():
     answer = client.post("/v1/completions", json={"prompt": "Hello", "max_tokens": 5}).json()
     assert answer["system_fingerprint"] == "fp_new"
     assert "mixed_weights" not in answer
+    named = {**DIGESTS, "weights_version": "step-9"}
+    client = client_of(served(FakeBackend(digests=named)))
+    body = {"prompt": "Hello", "max_tokens": 5}
+    assert client.post("/v1/completions", json=body).json()["weights_version"] == "step-9"

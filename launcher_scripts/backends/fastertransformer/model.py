@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
@@ -37,6 +36,7 @@ from launcher_scripts.backends.fastertransformer.forwarded import (
 from launcher_scripts.backends.fastertransformer.guidance import Guidance
 from launcher_scripts.backends.fastertransformer.guided_rows import GuidedRow, GuidedRows
 from launcher_scripts.backends.fastertransformer.model_metrics import ModelMetrics
+from launcher_scripts.backends.fastertransformer.operations import ServerOperations, operation_of
 from launcher_scripts.backends.fastertransformer.request_tensors import padding, to_requests
 from launcher_scripts.backends.fastertransformer.server import (
     DEVICE_VARIABLE,
@@ -59,8 +59,6 @@ from launcher_scripts.backends.text_parameters import (
 )
 from launcher_scripts.common.errors import (
     BusyError,
-    CheckpointError,
-    ConfigError,
     LauncherError,
     RequestError,
     ServerError,
@@ -69,9 +67,6 @@ from launcher_scripts.common.errors import (
 from launcher_scripts.contract.contracts import Contract, served_contract
 from launcher_scripts.contract.requests import (
     CLIENT_PARAMETER,
-    DRAIN_SECONDS,
-    EXCHANGE_MODES,
-    OPERATION_PARAMETER,
     GenerateOutput,
     GenerateRequest,
     shared_id,
@@ -81,8 +76,6 @@ from launcher_scripts.engine.core.row import SnapshotCallback
 from launcher_scripts.engine.core.session import Session
 from launcher_scripts.engine.engine import Engine
 from launcher_scripts.engine.model.weight_loader import DTYPES
-from launcher_scripts.engine.swap import WeightSwaps
-from launcher_scripts.models.repository import served_models
 
 _TYPES = {
     "BOOL": torch.bool,
@@ -359,104 +352,3 @@ def control(request: Any, name: str) -> int:
     if tensor is None:
         return 0
     return int(torch.utils.dlpack.from_dlpack(tensor.to_dlpack()).reshape(-1)[0])
-
-
-# Set where nobody reaches the server but those who know the credentials of its start.
-CLOSED_VARIABLE = "LAUNCHER_CLOSED_SERVER"
-
-
-def operation_of(request: Any) -> dict[str, Any] | None:
-    """Return the operation that a request asks for; None for a request that generates."""
-    parameters = request.parameters()
-    if not parameters or OPERATION_PARAMETER not in parameters:
-        return None
-    operation = json.loads(json.loads(parameters).get(OPERATION_PARAMETER, "null"))
-    return operation if isinstance(operation, dict) else None
-
-
-class ServerOperations:
-    """The operations of one model, each on a thread, so that the model serves meanwhile."""
-
-    def __init__(self, model: str, engine: Engine) -> None:
-        self.swaps = WeightSwaps(engine)
-        self._loras = engine.loras
-        self._model = model
-        self._is_closed = os.environ.get(CLOSED_VARIABLE) == "1"
-        self._table: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
-            "swap": self._swap,
-            "load_lora": self._load_lora,
-            "unload_lora": self._unload_lora,
-            "weights": lambda _: self.weights(),
-        }
-
-    def begin(self, operation: Mapping[str, Any], sender: Any) -> None:
-        """Do it, and reply through the sender."""
-        threading.Thread(
-            target=self._run, args=(operation, sender), name="operation", daemon=True
-        ).start()
-
-    def weights(self) -> dict[str, Any]:
-        """Return the version and the digests of the weights that are served."""
-        digests = self.swaps.digests
-        return {"version": self.swaps.version, "digests": digests and digests.values()}
-
-    def _run(self, operation: Mapping[str, Any], sender: Any) -> None:
-        try:
-            function = self._table.get(str(operation.get("operation")))
-            if function is None:
-                message = problem("unknown operation", got=operation, choices=self._table)
-                raise ConfigError(message)
-            reply = function(operation)
-        except LauncherError as error:
-            reply = {"error": str(error), "kind": type(error).__name__}
-        except Exception as error:
-            traceback.print_exc()
-            reply = {"error": f"{type(error).__name__}: {error}", "kind": "InternalError"}
-        numbers = torch.tensor(list(json.dumps(reply).encode()), dtype=torch.int32)[None, None]
-        tensor = pb_utils.Tensor.from_dlpack("news", torch.utils.dlpack.to_dlpack(numbers))
-        send_last(sender, pb_utils.InferenceResponse([tensor]))
-
-    def _swap(self, operation: Mapping[str, Any]) -> dict[str, Any]:
-        self._check_closed("weights are exchanged")
-        mode = operation.get("mode", EXCHANGE_MODES[0])
-        if mode not in EXCHANGE_MODES:
-            raise ConfigError(problem("unknown mode", got=mode, choices=EXCHANGE_MODES))
-        seconds = float(operation.get("drain_timeout", DRAIN_SECONDS))
-        folder = export_folder(Path(str(operation.get("checkpoint", ""))), self._model)
-        result = self.swaps.swap(folder, mode, seconds)
-        print(f"model {self._model}: the weights are those of {folder}", flush=True)
-        return result.values()
-
-    def _load_lora(self, operation: Mapping[str, Any]) -> dict[str, Any]:
-        self._check_closed("adapters are added")
-        name, path = str(operation.get("name", "")), Path(str(operation.get("path", "")))
-        number = self._loras.load(name, path)
-        print(f"model {self._model}: the adapter {name} is that of {path}", flush=True)
-        return {"number": number}
-
-    def _unload_lora(self, operation: Mapping[str, Any]) -> dict[str, Any]:
-        self._check_closed("adapters are removed")
-        self._loras.unload(str(operation.get("name", "")))
-        return {}
-
-    def _check_closed(self, action: str) -> None:
-        if not self._is_closed:
-            message = f"{action} only in a server that is closed to strangers"
-            raise ConfigError(problem(message, change="deploy.gateway.api_keys"))
-
-
-def export_folder(path: Path, model: str) -> Path:
-    """The folder of shards of an export: a model repository, in which the model of this name or
-    the only one is meant, or the folder itself. Raises CheckpointError.
-    """
-    if (path / "config.ini").is_file():
-        return path
-    models = served_models(path) if path.is_dir() else []
-    named = [item for item in models if item.name == model] or models
-    if len(named) != 1:
-        message = f"{path} is not an export of model {model}: a model repository or its shards"
-        names = [item.name for item in models]
-        raise CheckpointError(
-            problem(message, got=names or "nothing of the kind", change="the path")
-        )
-    return named[0].checkpoint_dir

@@ -62,6 +62,7 @@ from launcher_scripts.checkpoint.tokenizers.tokenizer_classes import SPACE
 from launcher_scripts.common.errors import CheckpointError, Problems, problem
 from launcher_scripts.common.files import parse_json
 from launcher_scripts.common.tokenizer import GENERATION_FILE, OPTIONAL_FILES
+from launcher_scripts.config.export import TokenizerSettings
 from launcher_scripts.config.settings import AUTO, ExportSettings
 from launcher_scripts.models.gpt_dialects import DIALECTS
 
@@ -165,6 +166,20 @@ def export_huggingface(settings: ExportSettings, reference: Compare | None = Non
             if reference is not None:
                 writer.annotate("twin", reference(writer.partial, stated))
     return target
+
+
+def transformers_config(folder: Path) -> dict[str, Any]:
+    """Return the config.json of exported shards. Raises CheckpointError where there is no class."""
+    settings = ExportSettings(
+        model_name=folder.name,
+        checkpoint_path=str(folder),
+        triton_model_dir=str(folder),
+        tokenizer=TokenizerSettings("none"),
+        model_type="",
+    )
+    opened = open_export(settings)
+    tasks, config = without_lora(opened.tasks, opened.config)
+    return transformers_model(replace(opened, tasks=tasks, config=config)).config
 
 
 def transformers_model(opened: OpenedExport, vocab_size: int | None = None) -> TransformersModel:
