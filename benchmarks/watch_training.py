@@ -1,11 +1,18 @@
 """A watch over a training that runs, killed at random moments: what it finds, and does twice.
 
-    python3 benchmarks/watch_training.py FOLDER [--checkpoints 20] [--planted 14] [--kills 5]
+    python3 -m benchmarks.watch_training FOLDER [--checkpoints 20] [--planted 14] [--kills 5]
+    python3 -m benchmarks.watch_training FOLDER --series 20
 
 A byte-level GPT learns sentences on the CPU and writes checkpoints as transformers' Trainer does.
 The weights of one of them are disturbed: the planted regression. Meanwhile the command of the watch
 exports, serves and evaluates each checkpoint. It is killed with SIGKILL, alone or with all its
 processes, and started again. The same command continues in the same folder.
+
+With --series, so many models are trained, each from another seed, and torch evaluates their
+checkpoints in this process; the statistics of the watch judge them, once without a planted
+regression and once with one. 500 further series without a drop are simulated: the results of each
+item at the checkpoints of a second half, in random order. Results of items stay in
+FOLDER/items-<seed>.jsonl, so the same command continues. Prints the share with a false alarm.
 
 Prints a line of JSON: verdicts, evaluations per checkpoint by the journal, kills, and the planted
 checkpoint's regressions. Exit code 1: a checkpoint is missing or was judged twice, the planted one
@@ -23,6 +30,8 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +39,20 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from launcher_scripts.evaluation.checks import TaskSection
+from launcher_scripts.watch.regression import MAX_BEFORE, Tasks, comparisons, regressions
+
 CHECKOUT = Path(__file__).resolve().parent.parent
 STEPS, BATCH, LENGTH = 40, 32, 40
 NOISE = 0.7
+LEVEL, MAX_DROP = 0.05, 0.02  # those of conf/watch
+SIMULATED = 500
+LARGE = 0.3  # a drop of the accuracy that some 60 items must show at the 14th checkpoint
+METRICS = {
+    "accuracy": {"value": 0.5, "low": None, "high": None, "percent": True},
+    "perplexity": {"value": 1.0, "low": None, "high": None, "percent": False},
+    "last_token_accuracy": {"value": 0.5, "low": None, "high": None, "percent": True},
+}
 SYLLABLES = ("ba", "du", "ke", "lo", "mi", "nu", "ra", "so", "ti", "ve")
 
 
@@ -43,6 +63,7 @@ def main() -> int:
     parser.add_argument("--planted", type=int, default=14, help="number of the disturbed one")
     parser.add_argument("--kills", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=1800, help="limit of this run")
+    parser.add_argument("--series", type=int, default=0, help="judge so many, without servers")
     parser.add_argument("--train", action="store_true", help="only train (used by the program)")
     arguments = parser.parse_args()
     folder = arguments.folder.resolve()
@@ -50,9 +71,14 @@ def main() -> int:
     if arguments.train:
         train(folder / "training", arguments.checkpoints, arguments.planted)
         return 0
+    if arguments.series:
+        return judge_series(folder, arguments)
     items = folder / "items.jsonl"
     items.write_text("".join(json.dumps({"text": text}) + "\n" for text in sentences()))
-    training = subprocess.Popen([sys.executable, __file__, *sys.argv[1:], "--train"])
+    training = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.watch_training", str(folder), *sys.argv[2:], "--train"],
+        cwd=CHECKOUT,
+    )
     try:
         kills = watch(folder, arguments)
     finally:
@@ -80,11 +106,12 @@ def byte_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def train(folder: Path, checkpoints: int, planted: int) -> None:
-    """Write checkpoint-<step> folders; those that exist are not written again."""
-    torch.manual_seed(0)
+def trained(
+    tokenizer: Tokenizer, checkpoints: int, seed: int = 0
+) -> Iterator[tuple[int, GPT2LMHeadModel, float]]:
+    """Train a model; number, model and loss of every checkpoint."""
+    torch.manual_seed(seed)
     torch.set_num_threads(1)
-    tokenizer = byte_tokenizer()
     end = tokenizer.token_to_id("<|endoftext|>")
     rows = [[*tokenizer.encode(text).ids, end] for text in sentences()]
     batch = torch.tensor([(row + [end] * LENGTH)[:LENGTH] for row in rows])
@@ -107,15 +134,138 @@ def train(folder: Path, checkpoints: int, planted: int) -> None:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
+        yield number, model, loss.item()
+
+
+def train(folder: Path, checkpoints: int, planted: int) -> None:
+    """Write checkpoint-<step> folders; those that exist are not written again."""
+    tokenizer = byte_tokenizer()
+    for number, model, loss in trained(tokenizer, checkpoints):
         target = folder / f"checkpoint-{number * STEPS}"
-        if not (target / "trainer_state.json").exists():
-            state = {name: values.clone() for name, values in model.state_dict().items()}
-            if number == planted:
-                disturb(model)
+        if (target / "trainer_state.json").exists():
+            continue
+        with disturbed(model) if number == planted else nullcontext():
             model.save_pretrained(target)
-            tokenizer.save(str(target / "tokenizer.json"))
-            (target / "trainer_state.json").write_text(json.dumps({"loss": loss.item()}))
-            model.load_state_dict(state)
+        tokenizer.save(str(target / "tokenizer.json"))
+        (target / "trainer_state.json").write_text(json.dumps({"loss": loss}))
+
+
+@contextmanager
+def disturbed(model: GPT2LMHeadModel) -> Iterator[None]:
+    """Inside, the weights have noise."""
+    state = {name: values.clone() for name, values in model.state_dict().items()}
+    disturb(model)
+    yield
+    model.load_state_dict(state)
+
+
+@torch.no_grad()
+def evaluated(model: GPT2LMHeadModel, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """The items of LAMBADA's task, as a report has them."""
+    model.eval()
+    items = []
+    for index, text in enumerate(sentences()):
+        ids = tokenizer.encode(text).ids
+        first = len(tokenizer.encode(text.rpartition(" ")[0]).ids)
+        rows = model(torch.tensor([ids])).logits[0, first - 1 : -1].log_softmax(-1)
+        target = torch.tensor(ids[first:])
+        right = (rows.argmax(-1) == target).tolist()
+        items.append(
+            {
+                "index": index,
+                "correct": all(right),
+                "log_likelihood": float(rows.gather(1, target[:, None]).sum()),
+                "last_token_correct": right[-1],
+            }
+        )
+    model.train()
+    return items
+
+
+def record(path: Path, tokenizer: Tokenizer, arguments: argparse.Namespace, seed: int) -> None:
+    """Train a series and write the items of its checkpoints, those of the planted one twice."""
+    lines = []
+    for number, model, _ in trained(tokenizer, arguments.checkpoints, seed):
+        line: dict[str, Any] = {"clean": evaluated(model, tokenizer)}
+        if number == arguments.planted:
+            state = torch.get_rng_state()
+            with disturbed(model):
+                line["planted"] = evaluated(model, tokenizer)
+            torch.set_rng_state(state)
+        lines.append(json.dumps(line) + "\n")
+    path.with_suffix(".partial").write_text("".join(lines))
+    path.with_suffix(".partial").rename(path)
+
+
+def judge_series(folder: Path, arguments: argparse.Namespace) -> int:
+    """Judge real series, and SIMULATED ones from their items; exit code 1: more of these have a
+    false alarm than the level says, or a large planted drop was not found.
+    """
+    tokenizer, planted = byte_tokenizer(), arguments.planted
+    recorded, rows = [], []
+    for seed in range(1, arguments.series + 1):
+        path = folder / f"items-{seed}.jsonl"
+        if not path.exists():
+            record(path, tokenizer, arguments, seed)
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        clean = [line["clean"] for line in lines]
+        both = [line.get("planted", line["clean"]) for line in lines]
+        recorded.append(clean)
+        rows.append(
+            {
+                "seed": seed,
+                "alarms": [text for texts in judged(clean).values() for text in texts],
+                "drop": round(accuracy(clean[planted - 2]) - accuracy(both[planted - 1]), 3),
+                "found": bool(judged(both).get(planted)),
+            }
+        )
+        print(json.dumps(rows[-1]), flush=True)
+    draw = random.Random(0)
+    alarms = sum(bool(judged(exchanged(draw.choice(recorded), draw))) for _ in range(SIMULATED))
+    result = {
+        "level": LEVEL,
+        "real": len(rows),
+        "real with an alarm": sum(bool(row["alarms"]) for row in rows),
+        "simulated": SIMULATED,
+        "simulated with an alarm": alarms,
+        "planted found": sum(row["found"] for row in rows),
+    }
+    print(json.dumps(result))
+    missed = [row for row in rows if row["drop"] >= LARGE and not row["found"]]
+    return int(alarms > LEVEL * SIMULATED or bool(missed))
+
+
+def accuracy(items: list[dict[str, Any]]) -> float:
+    """The share of the items that are right."""
+    return sum(item["correct"] for item in items) / len(items)
+
+
+def exchanged(
+    series: list[list[dict[str, Any]]], draw: random.Random
+) -> list[list[dict[str, Any]]]:
+    """A series without any drop: every item's results of the second half, in a random order and
+    as many again."""
+    half = series[len(series) // 2 :]
+    columns = [[*items, *items] for items in map(list, zip(*half, strict=True))]
+    for column in columns:
+        draw.shuffle(column)
+    return [list(items) for items in zip(*columns, strict=True)]
+
+
+def judged(series: list[list[dict[str, Any]]]) -> dict[int, list[str]]:
+    """Regressions by checkpoint, as the watch judges evaluations in their order."""
+    before: list[Tasks] = []
+    result: dict[int, list[str]] = {}
+    for number, items in enumerate(series, start=1):
+        section = {"metrics": METRICS, "items": items}
+        tasks = {"lambada": TaskSection(METRICS, items, section)}
+        latest = {"the last GO": before[-1]} if before else {}
+        checked = comparisons(tasks, before[-MAX_BEFORE:], latest)
+        if named := regressions(checked, number, LEVEL, MAX_DROP):
+            result[number] = [one.text() for one in named]
+        else:
+            before.append(tasks)
+    return result
 
 
 def disturb(model: GPT2LMHeadModel) -> None:

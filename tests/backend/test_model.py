@@ -139,19 +139,26 @@ def test_weights_are_exchanged_only_in_a_closed_server(backend, tmp_path, monkey
             {"operation": "stop"},
             {"operation": "load_lora", **adapter},
             {"operation": "unload_lora", **adapter},
+            {"operation": "refit", "folder": "/nowhere"},
+            {"operation": "refit", "folder": "/nowhere", "mode": "now"},
+            {"operation": "wake"},
         )
         requests = [OperationOf(**kind) for kind in kinds[1:]]
         assert model.execute(requests) is None
-        wrong_mode, weights, unknown, load, unload = (one.reply() for one in requests)
+        wrong_mode, weights, unknown, load, unload, *others = (one.reply() for one in requests)
+        refit, wrong_refit, wake = others
         first = DigestChain.of(folder).values()
-        assert weights == {"version": 0, "digests": first}
+        assert weights == {"version": 0, "digests": first, "sleeping": False}
         assert "unknown operation" in unknown["error"]
         for refused, words in (
             (wrong_mode, "unknown mode"),
             (load, "export.triton_deployment.max_loras=N"),
             (unload, "there is no such adapter"),
+            (refit, "not a transformers folder"),
+            (wrong_refit, "unknown mode"),
         ):
             assert (words if closed else "deploy.gateway.api_keys") in refused["error"]
+        assert wake == {"sleeping": False} if closed else "api_keys" in wake["error"]
         asked = OperationOf(**swap)
         model.execute([asked])
         reply = asked.reply()
