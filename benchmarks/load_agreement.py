@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from benchmarks.exact_server import MODEL
-from launcher_scripts.config.evaluation import LoadBounds, LoadPrompts, LoadSettings
+from launcher_scripts.config.evaluation import GoodputBounds, LoadPrompts, LoadSettings
 from launcher_scripts.evaluation.load.driver import DriverResult, Load, Prompts, make_plan
 from launcher_scripts.evaluation.load.figures import LoadRun, run_figures
 from launcher_scripts.evaluation.load.load_test import run_guidellm, run_plan
@@ -78,7 +78,7 @@ def measured(target: Target, load: Load, requests: int) -> dict[str, LoadRun]:
 
 
 def figures(load: Load, driven: Sequence[DriverResult]) -> LoadRun:
-    run = run_figures("gateway", load, driven, None, LoadBounds())
+    run = run_figures("gateway", load, driven, None, GoodputBounds())
     if run.failed or run.generated_tokens != OUTPUT * run.requests:
         raise RuntimeError(f"a run is not whole: {replace(run, timeline=())}")
     return run

@@ -8,7 +8,7 @@ import numpy as np
 
 from benchmarks.repositories import RandomModel
 from benchmarks.serving import INPUTS, OUTPUTS
-from launcher_scripts.config.evaluation import LoadBounds, LoadPrompts, LoadSettings
+from launcher_scripts.config.evaluation import GoodputBounds, LoadPrompts, LoadSettings
 from launcher_scripts.evaluation.load.driver import Answer, DriverResult, Load, Prompts, make_plan
 from launcher_scripts.evaluation.load.figures import percentiles, run_figures
 from launcher_scripts.evaluation.load.load_test import run_plan
@@ -59,7 +59,7 @@ def all_answered(driven: Sequence[DriverResult]) -> list[Answer]:
 def figures(load: Load, driven: Sequence[DriverResult]) -> dict:
     """Of requests asked in the time that counts; tokens per second of all that came in it."""
     answers = all_answered(driven)
-    run = run_figures("", load, driven, SECONDS, LoadBounds())
+    run = run_figures("", load, driven, SECONDS, GoodputBounds())
     counted = [answer for answer in answers if answer.counts]
     if not counted:
         raise RuntimeError("no request was asked after the clients had settled")

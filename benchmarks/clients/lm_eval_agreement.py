@@ -24,7 +24,7 @@ from typing import Any
 
 from launcher_scripts.config.evaluation import HarnessSettings
 from launcher_scripts.evaluation.harness import (
-    Gateway,
+    HarnessGateway,
     HarnessResult,
     lm_eval_version,
     models_of,
@@ -72,7 +72,7 @@ def answers(folder: Path, given: argparse.Namespace) -> dict[str, tuple[list[Ite
     )
     address = f"{given.address.rstrip('/')}/v1"
     card = models_of(address)[given.model]
-    gateway = Gateway(address, given.model, card["max_model_len"])
+    gateway = HarnessGateway(address, given.model, card["max_model_len"])
     version = lm_eval_version(settings)
     served = run(settings, version, gateway, folder / "served")
     reference = run_lm_eval(settings, version, hf_model(given.gguf), folder / "hf")

@@ -259,7 +259,7 @@ class LoadPrompts:
 
 
 @dataclass(frozen=True)
-class LoadBounds:
+class GoodputBounds:
     """Limits of a request that counts as goodput, in milliseconds; None: no limit.
 
     between_tokens_ms: from one token to the next, on average over the answer
@@ -301,7 +301,7 @@ class LoadSettings:
     warmup: float = option(2.0, "seconds of warm-up, which do not count", lower=0)
     prompts: LoadPrompts = field(default_factory=LoadPrompts)
     stream: bool = True
-    bounds: LoadBounds = field(default_factory=LoadBounds)
+    bounds: GoodputBounds = field(default_factory=GoodputBounds)
     find_saturation: bool = False
     saturation_runs: int = option(12, "most runs of the search", lower=2)
     gateway: str | None = None

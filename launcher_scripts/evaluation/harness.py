@@ -42,7 +42,7 @@ _EXPONENTIAL = re.compile(r"(\w+_)?perplexity")
 
 
 @dataclass(frozen=True)
-class Gateway:
+class HarnessGateway:
     """A gateway that serves a model. openai: http://host:port/v1; key: its API key, or none."""
 
     openai: str
@@ -94,7 +94,7 @@ def lm_eval_version(settings: HarnessSettings) -> str:
 
 def find_gateway(
     settings: EvaluateSettings, harness: HarnessSettings, ready: Mapping[str, Any]
-) -> Gateway:
+) -> HarnessGateway:
     """The gateway to ask, which answers and serves the model.
 
     ready: what the server's ready file says
@@ -113,7 +113,7 @@ def find_gateway(
 
 def _gateway(
     settings: EvaluateSettings, harness: HarnessSettings, ready: Mapping[str, Any]
-) -> Gateway:
+) -> HarnessGateway:
     address = _address(harness, ready, settings.ready_file)
     key = None
     if harness.api_keys is not None:
@@ -128,7 +128,7 @@ def _gateway(
                 change="evaluate.model_name, or deploy.gateway.models",
             )
         )
-    return Gateway(
+    return HarnessGateway(
         address, settings.model_name, int(models[settings.model_name]["max_model_len"]), key
     )
 
@@ -141,7 +141,7 @@ def models_of(openai: str, key: str | None = None) -> dict[str, dict[str, Any]]:
 def run(
     harness: HarnessSettings,
     version: str,
-    gateway: Gateway,
+    gateway: HarnessGateway,
     folder: Path,
     answers: Path | None = None,
 ) -> HarnessResult:

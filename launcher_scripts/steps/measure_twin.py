@@ -47,7 +47,7 @@ from launcher_scripts.steps.measure_accuracy import log_progress
 from launcher_scripts.steps.references import (
     ENGINE,
     KEY,
-    Original,
+    OpenedSource,
     chat_render,
     compare_layers,
     free_memory,
@@ -74,7 +74,7 @@ def measure(settings: EvaluateSettings) -> None:
     report = Report(Path(settings.results_dir), settings.model_name)
     folder = Path(settings.tokenizer_dir)
     served = served_checkpoint(folder)
-    original = Original.of(block, served)
+    original = OpenedSource.of(block, served)
     client, ready = connect(settings)
     with client, ExitStack() as stack:
         data = [block.data_file or str(DATA_FILE)]
@@ -115,7 +115,7 @@ def _set_up(
     environment: Mapping[str, Any],
     twin: ReferenceSettings,
     client: Client,
-    original: Original,
+    original: OpenedSource,
     reference: Reference,
 ) -> dict[str, Any]:
     """Return everything that the answers of both depend on."""
@@ -149,7 +149,7 @@ def _encodes(client: Client) -> bool:
 
 
 def _reference(
-    settings: ReferenceSettings, original: Original, stack: ExitStack
+    settings: ReferenceSettings, original: OpenedSource, stack: ExitStack
 ) -> tuple[str, Reference]:
     """Return the reference and its name; with `auto` the engine if the maker's code fails."""
     needed, free = weight_bytes(original.source.config, 1, "fp32"), free_memory()
@@ -175,7 +175,7 @@ def _reference(
     return ENGINE, stack.enter_context(opened_reference(original.path, ENGINE, tokens, options))
 
 
-def _served_side(client: Client, folder: Path, original: Original) -> TextSide | None:
+def _served_side(client: Client, folder: Path, original: OpenedSource) -> TextSide | None:
     """Return the served model's reading of texts: by its own preprocessing if the server has
     one."""
     try:
@@ -205,7 +205,7 @@ def _no_alternatives(_ids: Sequence[int]) -> Iterator[tuple[str, NDArray[np.floa
 
 
 def _inspection(
-    original: Original, served: FTCheckpoint | None, reference: Reference
+    original: OpenedSource, served: FTCheckpoint | None, reference: Reference
 ) -> Inspection:
     config = original.source.config
     rotary: Rotary | None = None

@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         checkpoint = write_nemo_file(gguf_file(), results_dir / f"{MODEL_NAME}.nemo")
         ready = results_dir / "deploy" / READY
         ready.unlink(missing_ok=True)
-        chat = Chat(ready)
+        chat = QuickstartChat(ready)
         code = run(command(checkpoint, results_dir), chat.ask_once)
         return chat.report(code)
     except LauncherError as error:
@@ -137,7 +137,7 @@ def command(checkpoint: Path, results_dir: Path) -> list[str]:
     ]
 
 
-class Chat:
+class QuickstartChat:
     """One question to the served model, through OpenAI's interface.
 
     ready: the server's ready.json, which names the gateway's address

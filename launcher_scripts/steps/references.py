@@ -127,7 +127,7 @@ def _core_model(path: Path) -> CoreModel:
 
 
 @dataclass(frozen=True)
-class Runner:
+class ReferenceRunner:
     """A library that computes a source's logits.
 
     source:   the format that it reads
@@ -143,9 +143,9 @@ class Runner:
 
 # NeMo runs what a checkpoint names: where the user has named that as the original, not in exports.
 RUNNERS = {
-    "transformers": Runner("huggingface", ("torch", "transformers"), TransformersModel),
-    "core": Runner("megatron_core", ("torch", "megatron"), _core_model),
-    "nemo": Runner("nemo", ("torch", "nemo"), NemoModel, rounds=False),
+    "transformers": ReferenceRunner("huggingface", ("torch", "transformers"), TransformersModel),
+    "core": ReferenceRunner("megatron_core", ("torch", "megatron"), _core_model),
+    "nemo": ReferenceRunner("nemo", ("torch", "nemo"), NemoModel, rounds=False),
 }
 
 
@@ -217,7 +217,7 @@ _LAYER_LIMIT = 2e-4  # of what a layer adds, in float32
 
 
 def compare_layers(
-    original: Original, served: FTCheckpoint, reference: Reference, options: Mapping[str, Any]
+    original: OpenedSource, served: FTCheckpoint, reference: Reference, options: Mapping[str, Any]
 ) -> LayerTrace:
     """Compare the layers of the export with the original's on token ids that are always the same.
 
@@ -336,7 +336,7 @@ def served_checkpoint(folder: Path) -> FTCheckpoint | None:
 
 
 @dataclass(frozen=True)
-class Original:
+class OpenedSource:
     """A source checkpoint, opened by its reader.
 
     path:      as the reader takes it
@@ -349,7 +349,7 @@ class Original:
     num_heads: int | None = None
 
     @classmethod
-    def of(cls, settings: ReferenceSettings, served: FTCheckpoint | None) -> Original:
+    def of(cls, settings: ReferenceSettings, served: FTCheckpoint | None) -> OpenedSource:
         """The one that the settings name, else what the served model was exported from.
 
         Raises ConfigError where there is none, or it lacks what the served one has learned.

@@ -58,7 +58,7 @@ class Regression:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class RegressionComparison:
     """Evaluations `recent` against `earlier`: each a report's tasks, oldest first."""
 
     against: str
@@ -68,7 +68,7 @@ class Comparison:
 
 def comparisons(
     tasks: Tasks, before: Sequence[Tasks], references: Mapping[str, Tasks]
-) -> list[Comparison]:
+) -> list[RegressionComparison]:
     """The comparisons of a checkpoint.
 
     before:     the checkpoints of lower steps that are not NO-GO, oldest first
@@ -76,18 +76,23 @@ def comparisons(
     """
     series = [*before, tasks]
     windows = [
-        Comparison(f"the {size} checkpoints before", series[-size:], series[-2 * size : -size])
+        RegressionComparison(
+            f"the {size} checkpoints before", series[-size:], series[-2 * size : -size]
+        )
         for size in WINDOWS
         if len(series) >= 2 * size
     ]
     return [
-        *(Comparison(name, [tasks], [reference]) for name, reference in references.items()),
+        *(
+            RegressionComparison(name, [tasks], [reference])
+            for name, reference in references.items()
+        ),
         *windows,
     ]
 
 
 def regressions(
-    checked: Sequence[Comparison], number: int, level: float, max_drop: float
+    checked: Sequence[RegressionComparison], number: int, level: float, max_drop: float
 ) -> list[Regression]:
     """Return the figures that dropped, worst first.
 
@@ -116,7 +121,9 @@ def regressions(
     return sorted(result, key=lambda regression: regression.p)
 
 
-def _paired_values(comparison: Comparison, task: str, metric: str) -> tuple[Values, Values] | None:
+def _paired_values(
+    comparison: RegressionComparison, task: str, metric: str
+) -> tuple[Values, Values] | None:
     """Means per item of both sides over the items that all evaluations have; None: too few."""
     sides = [
         [_values(tasks.get(task), metric) for tasks in evaluations]
@@ -155,20 +162,20 @@ def _lower_is_better(metric: str) -> bool:
     return not paired.is_perplexity(metric) and metric.partition(",")[0] in paired.LOWER_IS_BETTER
 
 
-def _margin(comparison: Comparison, task: str, metric: str, max_drop: float) -> float:
+def _margin(comparison: RegressionComparison, task: str, metric: str, max_drop: float) -> float:
     """max_drop in the unit of the items' values."""
     if paired.is_perplexity(metric):
         return math.log1p(max_drop)
     return max_drop * _unit(comparison, task, metric)
 
 
-def _in_unit(comparison: Comparison, task: str, metric: str, drop: float) -> float:
+def _in_unit(comparison: RegressionComparison, task: str, metric: str, drop: float) -> float:
     if paired.is_perplexity(metric):
         return math.expm1(drop)
     return drop / _unit(comparison, task, metric)
 
 
-def _unit(comparison: Comparison, task: str, figure: str) -> float:
+def _unit(comparison: RegressionComparison, task: str, figure: str) -> float:
     metric = comparison.earlier[-1][task].metrics[figure]
     return 1.0 if metric["percent"] else abs(metric["value"]) or 1.0
 

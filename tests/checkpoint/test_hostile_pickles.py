@@ -119,7 +119,7 @@ def shared() -> Any:
             for f in functions
             if hasattr(f, "__dict__")
         ],
-        [dict(vars(kind)) for kind in (pickles.Opaque, pickles.Record, pickles.Token)],
+        [dict(vars(kind)) for kind in (pickles.Opaque, pickles.PickledObject, pickles.Token)],
     )
 
 
@@ -202,7 +202,7 @@ def arrays(value: Any) -> list[np.ndarray]:
     """All tensors that a pickle gave."""
     if isinstance(value, np.ndarray):
         return [value]
-    if isinstance(value, pickles.Record):
+    if isinstance(value, pickles.PickledObject):
         value = value.state
     parts = value.values() if isinstance(value, dict) else value
     return (

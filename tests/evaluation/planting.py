@@ -17,7 +17,7 @@ import numpy as np
 from launcher_scripts.checkpoint.fastertransformer.manifest import read_manifest
 from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
 from launcher_scripts.steps import measure_twin, references
-from launcher_scripts.steps.references import Original
+from launcher_scripts.steps.references import OpenedSource
 from tests.checkpoint.tiny_models import GPT2, LLAMA, UNTIED
 from tests.evaluation import twins
 
@@ -276,7 +276,7 @@ class Bench:
             stack.enter_context(patch("launcher_scripts.evaluation.report.html", lambda _: ""))
             if fault.hidden:
                 stack.enter_context(patch.object(references, "altered_files", lambda *_: []))
-                stack.enter_context(patch.object(Original, "other_settings", lambda *_: {}))
+                stack.enter_context(patch.object(OpenedSource, "other_settings", lambda *_: {}))
             settings = twins.twin_settings(copy / "results", exported, continuation=0)
             measure_twin.measure(settings)
         content: dict[str, Any] = json.loads(

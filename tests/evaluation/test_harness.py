@@ -258,7 +258,7 @@ def test_a_gateway_of_its_own_is_waited_for(job: Path, gateway: str) -> None:
     timer.start()
     found = harness.find_gateway(settings, asked(job, gateway=str(file)), {"openai": "http://no"})
     timer.join()
-    assert found == harness.Gateway(gateway, "counting", 64, KEY)
+    assert found == harness.HarnessGateway(gateway, "counting", 64, KEY)
 
 
 def test_a_gateway_of_other_models_is_refused(job: Path, gateway: str) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from launcher_scripts.common.errors import ConfigError
-from launcher_scripts.config.evaluation import LoadBounds, LoadPrompts, LoadSettings
+from launcher_scripts.config.evaluation import GoodputBounds, LoadPrompts, LoadSettings
 from launcher_scripts.evaluation.load.driver import (
     Answer,
     DriverResult,
@@ -54,7 +54,7 @@ def driven(load: Load, ask: Any = exact, timeout: float = 60.0, **more: Any) -> 
 def figures(
     load: Load, of: Sequence[DriverResult], seconds: float | None = None, **bounds: float
 ) -> LoadRun:
-    return run_figures("grpc", load, of, seconds, LoadBounds(**bounds))
+    return run_figures("grpc", load, of, seconds, GoodputBounds(**bounds))
 
 
 def reasons(
@@ -131,7 +131,7 @@ def test_tokens_that_came_together_share_the_time_before_them() -> None:
 def test_whole_answers_have_no_first_token() -> None:
     answer = Answer(0.0, 2.0, 1, 4, ((2.0, 4),))
     of = [DriverResult((answer,), 0.0, 0.0, ())]
-    bounds = LoadBounds(between_tokens_ms=499.0)
+    bounds = GoodputBounds(between_tokens_ms=499.0)
     run = run_figures("http", Load(clients=1), of, None, bounds, streamed=False)
     assert run.first_token_ms is run.between_tokens_ms is run.per_token_ms is None
     assert run.latency_ms is not None and run.latency_ms["p50"] == 2000

@@ -19,7 +19,7 @@ from aiohttp import web
 from benchmarks.exact_server import MODEL, exact_server
 from launcher_scripts.common.errors import ConfigError, ServerError
 from launcher_scripts.common.exit_codes import ERROR
-from launcher_scripts.config.evaluation import LoadBounds, LoadPrompts, LoadSettings
+from launcher_scripts.config.evaluation import GoodputBounds, LoadPrompts, LoadSettings
 from launcher_scripts.config.policy import PolicySettings
 from launcher_scripts.config.settings import EvaluateSettings, write_settings
 from launcher_scripts.evaluation.load import load_test
@@ -72,7 +72,7 @@ def exact() -> Iterator[str]:
 
 def test_what_the_gateway_streams_is_counted_and_timed(exact: str) -> None:
     of = run_plan(target(exact), closed(2, 6), 1)
-    run = run_figures("gateway", Load(clients=2), of, None, LoadBounds())
+    run = run_figures("gateway", Load(clients=2), of, None, GoodputBounds())
     assert (run.requests, run.failed, run.generated_tokens, run.prompt_tokens) == (6, 0, 30, 24)
     # A machine may be slower than the server's clock, and never faster.
     assert run.first_token_ms is not None and run.first_token_ms["p50"] >= 20
@@ -83,7 +83,7 @@ def test_what_the_gateway_streams_is_counted_and_timed(exact: str) -> None:
 def test_client_processes_share_the_work(exact: str) -> None:
     of = run_plan(target(exact), closed(3, 7), 2)
     assert [len(each.answers) for each in of] == [4, 3]
-    run = run_figures("gateway", Load(clients=3), of, None, LoadBounds())
+    run = run_figures("gateway", Load(clients=3), of, None, GoodputBounds())
     assert (run.generated_tokens, run.failed, run.client["processes"]) == (35, 0, 2)
     # Their clocks are the same one.
     assert abs(of[0].begin - of[1].begin) < run.seconds + 60
@@ -197,7 +197,7 @@ def test_what_guidellm_saw_becomes_the_same_figures() -> None:
     assert [round(at, 3) for at, _ in answer.responses] == [100.21, 100.23, 100.25, 100.27, 100.29]
     assert (error.tokens, error.error) == (0, "HTTP 500")
     assert driven.lags == ()
-    run = run_figures("gateway", Load(clients=1), [driven], None, LoadBounds())
+    run = run_figures("gateway", Load(clients=1), [driven], None, GoodputBounds())
     assert run.first_token_ms is not None and run.first_token_ms["p50"] == pytest.approx(200)
     assert run.between_tokens_ms is not None and run.between_tokens_ms["p99"] == pytest.approx(20)
     open_loop = Plan((LoadRequest((1,), 5),), 0, None, None, 0.0, 60.0)

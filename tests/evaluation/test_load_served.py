@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from launcher_scripts.common.exit_codes import ERROR
-from launcher_scripts.config.evaluation import LoadBounds, LoadPrompts, LoadSettings
+from launcher_scripts.config.evaluation import GoodputBounds, LoadPrompts, LoadSettings
 from launcher_scripts.config.settings import EvaluateSettings, write_settings
 from launcher_scripts.steps import measure_load
 from tests.gateway.processes import gateway
@@ -56,7 +56,7 @@ def test_the_three_paths_give_every_token(shared_server: RunningStep, tmp_path: 
             paths=("gateway", "grpc", "http"),
             rates=(50.0,),
             gateway=door.facts["openai"],
-            bounds=LoadBounds(latency_ms=60_000.0),
+            bounds=GoodputBounds(latency_ms=60_000.0),
         )
     assert [(run["path"], run["mode"]) for run in load["runs"]] == [
         (path, mode) for path in ("gateway", "grpc", "http") for mode in ("closed", "open")

@@ -235,7 +235,7 @@ def test_an_item_that_is_refused_is_named(tmp_path: Path) -> None:
             raise ServerError("refused: too long")
 
     task = settings("boolq_generate", tmp_path)
-    rows = [prompts.Prompt("a"), prompts.Prompt("a b c")]
+    rows = [prompts.TaskPrompt("a"), prompts.TaskPrompt("a b c")]
     with pytest.raises(
         ServerError, match=r"no answer to boolq_generate's item 1 \(3 tokens\): refused: too"
     ):
@@ -266,7 +266,7 @@ def test_the_ending_is_what_stands_behind_the_longest_field(tmp_path: Path) -> N
         [{"passage": "p", "question": "q"}],
         "passage",
     )
-    assert made == prompts.Prompt("q p (q)", " (q)")
+    assert made == prompts.TaskPrompt("q p (q)", " (q)")
 
 
 def test_a_template_fills_in_fields_and_nothing_else() -> None:

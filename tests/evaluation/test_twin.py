@@ -22,7 +22,7 @@ from launcher_scripts.config.export import TokenizerSettings
 from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
 from launcher_scripts.evaluation.twin.diagnosis import LIMITS
 from launcher_scripts.steps import references
-from launcher_scripts.steps.references import Original
+from launcher_scripts.steps.references import OpenedSource
 from tests.checkpoint_maker import make_nemo, small_config
 from tests.evaluation import twins
 
@@ -248,7 +248,7 @@ def test_a_wrong_rope_scaling_shows_where_nothing_else_can_be_read(
     folder: Path, monkeypatch: pytest.MonkeyPatch, measured: Measured
 ) -> None:
     edit_config(folder, "rotary_base", "5000.0")
-    monkeypatch.setattr(Original, "other_settings", lambda *_: {})
+    monkeypatch.setattr(OpenedSource, "other_settings", lambda *_: {})
     section = measured(folder, twin={"runner": "engine"})
     (finding,) = section["findings"]
     assert finding["name"] == "rope_scaling"

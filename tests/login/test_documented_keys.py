@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from launcher_scripts.config.evaluation import (
     BenchmarkSettings,
     GenerationSettings,
-    LoadBounds,
+    GoodputBounds,
     LoadPrompts,
     LoadSettings,
     TaskSettings,
@@ -270,7 +270,7 @@ def test_a_load_test_has_every_key_and_its_default(hydra_config: Compose) -> Non
     for kind, block in (
         (LoadSettings, evaluate["load"]),
         (LoadPrompts, evaluate["load"]["prompts"]),
-        (LoadBounds, evaluate["load"]["bounds"]),
+        (GoodputBounds, evaluate["load"]["bounds"]),
     ):
         assert set(block) == {field.name for field in dataclasses.fields(kind)}
     assert evaluate["benchmark"] is None and not any(evaluate["tasks"].values())

@@ -146,7 +146,7 @@ def gateway() -> Iterator[str]:
 def test_the_chat_is_asked_when_the_server_is_ready_and_printed(
     tmp_path: Path, gateway: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    chat = quickstart.Chat(tmp_path / "ready.json")
+    chat = quickstart.QuickstartChat(tmp_path / "ready.json")
     program = f"import time, pathlib; ready = pathlib.Path({str(tmp_path / 'ready.json')!r})\n"
     program += f"ready.write_text({json.dumps({'openai': gateway})!r})\n"
     program += f"while not pathlib.Path({str(tmp_path / 'asked')!r}).exists(): time.sleep(0.01)"
@@ -165,9 +165,9 @@ def test_the_chat_is_asked_when_the_server_is_ready_and_printed(
 def test_a_failed_chat_is_an_error(
     tmp_path: Path, gateway: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert quickstart.Chat(tmp_path / "ready.json").report(0) == ERROR
+    assert quickstart.QuickstartChat(tmp_path / "ready.json").report(0) == ERROR
     assert "did not appear" in capsys.readouterr().err
-    chat = quickstart.Chat(tmp_path / "ready.json")
+    chat = quickstart.QuickstartChat(tmp_path / "ready.json")
     (tmp_path / "ready.json").write_text(json.dumps({"openai": f"{gateway}/elsewhere"}))
     chat.ask_once()
     assert chat.report(0) == ERROR

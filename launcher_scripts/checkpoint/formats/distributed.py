@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from launcher_scripts.checkpoint.formats import pickles, torch_file
 from launcher_scripts.checkpoint.formats.archive import Archive, Region
-from launcher_scripts.checkpoint.formats.pickles import Record
+from launcher_scripts.checkpoint.formats.pickles import PickledObject
 from launcher_scripts.checkpoint.formats.source_tensor import (
     BFLOAT16,
     Piece,
@@ -242,20 +242,20 @@ def _stored(archive: Archive, folder: str, location: Any, name: str) -> Region:
 _BACKENDS = {"zarr": _read_zarr, "torch_dist": _read_torch_dist}
 
 
-class _TensorEntry(Record):
+class _TensorEntry(PickledObject):
     """torch's TensorStorageMetadata: `size`, the whole shape."""
 
 
-class _Index(Record):
+class _Index(PickledObject):
     """torch's MetadataIndex: `fqn`, `offset`. Is a key, so it is hashed as the object it is."""
 
 
 _METADATA_GLOBALS: pickles.Globals = {
-    (_METADATA_MODULE, "Metadata"): Record,
+    (_METADATA_MODULE, "Metadata"): PickledObject,
     (_METADATA_MODULE, "TensorStorageMetadata"): _TensorEntry,
-    (_METADATA_MODULE, "BytesStorageMetadata"): Record,
+    (_METADATA_MODULE, "BytesStorageMetadata"): PickledObject,
     (_METADATA_MODULE, "MetadataIndex"): _Index,
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): Record,
-    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"): Record,
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): PickledObject,
+    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"): PickledObject,
     ("torch", "Size"): torch_file.shape_of,
 }

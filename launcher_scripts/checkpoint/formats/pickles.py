@@ -116,7 +116,7 @@ class Opaque:
         pass
 
 
-class Record:
+class PickledObject:
     """Stands for a data object: its attributes are read like a mapping's keys."""
 
     def __init__(self, *_: object, **__: object) -> None:
@@ -258,7 +258,7 @@ def load(
 _EXPANSION = 64
 _DEPTH = 100
 _KEY_PARTS = 100
-_PLAIN_KEYS = (str, bytes, int, float, type(None), Token, Opaque, Record)
+_PLAIN_KEYS = (str, bytes, int, float, type(None), Token, Opaque, PickledObject)
 
 
 def _key(key: Any) -> Any:
@@ -277,7 +277,7 @@ def _check_extent(extent: Any, limit: int) -> None:
     sizes: dict[int, int] = {}
 
     def size(value: Any, depth: int) -> int:
-        if isinstance(value, Record):
+        if isinstance(value, PickledObject):
             value = value.state
         if not isinstance(value, (dict, list, tuple, set, frozenset)):
             return 1
@@ -374,7 +374,7 @@ class _Reader(pickle._Unpickler):
     def load_build(self) -> None:
         state = self.stack.pop()
         target = self.stack[-1]
-        if isinstance(target, (Opaque, Record)):
+        if isinstance(target, (Opaque, PickledObject)):
             target.__setstate__(state)
         elif not isinstance(target, OrderedDict):  # whose attributes carry nothing
             raise TypeError(f"a state for {type(target).__name__}")

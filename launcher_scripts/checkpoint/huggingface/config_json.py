@@ -301,7 +301,7 @@ def proposal(model_type: str, config: Any, keys: Collection[str]) -> dict[str, A
 
 
 @dataclass(frozen=True)
-class Reading:
+class ReadConfig:
     """A config.json as its reader reads it: hyperparameters, dialects of its tensors, and what
     differs from the expected hyperparameters."""
 
@@ -310,7 +310,7 @@ class Reading:
     differences: tuple[str, ...]
 
 
-def reading(raw: Mapping[str, Any], keys: Collection[str], config: Any) -> Reading:
+def reading(raw: Mapping[str, Any], keys: Collection[str], config: Any) -> ReadConfig:
     """Read a config.json and compare it with the hyperparameters it must say."""
     row = ARCHITECTURES[raw["model_type"]]
     problems = Problems("config.json")
@@ -321,9 +321,9 @@ def reading(raw: Mapping[str, Any], keys: Collection[str], config: Any) -> Readi
         result = row.read(values)
         dialects = row.dialects(values)
     except CheckpointError as error:
-        return Reading(None, (), (*problems.messages, *error.problems, str(error))[:1])
+        return ReadConfig(None, (), (*problems.messages, *error.problems, str(error))[:1])
     values.check_keys()
-    return Reading(result, dialects, (*problems.messages, *differences(result, config)))
+    return ReadConfig(result, dialects, (*problems.messages, *differences(result, config)))
 
 
 def differences(one: Any, other: Any) -> Iterator[str]:

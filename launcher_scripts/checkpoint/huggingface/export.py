@@ -99,7 +99,7 @@ _UNKNOWN = 99
 
 
 @dataclass(frozen=True)
-class TransformersModel:
+class TransformersContent:
     """What is going to be written: config.json and tensors by their names in transformers."""
 
     config: dict[str, Any]
@@ -182,7 +182,7 @@ def transformers_config(folder: Path) -> dict[str, Any]:
     return transformers_model(replace(opened, tasks=tasks, config=config)).config
 
 
-def transformers_model(opened: OpenedExport, vocab_size: int | None = None) -> TransformersModel:
+def transformers_model(opened: OpenedExport, vocab_size: int | None = None) -> TransformersContent:
     """The first model type of transformers that computes what the checkpoint does.
 
     Raises CheckpointError with what the nearest ones cannot say.
@@ -237,7 +237,7 @@ def _model(
     config: Any,
     reasons: list[str],
     dialects: Sequence[str],
-) -> TransformersModel | None:
+) -> TransformersContent | None:
     """The model as this type; None if it is none, and why.
 
     said:     its config.json
@@ -258,7 +258,7 @@ def _model(
         if not result and not read.differences and tuple(dict.fromkeys(read.dialects)) == names:
             raw = with_token_ids(raw, read.config, config) | {"architectures": [architecture]}
             raw.pop("quantization_config", None)
-            return TransformersModel(raw, _named(tensors, model_type))
+            return TransformersContent(raw, _named(tensors, model_type))
         first = first or [*read.differences, *result] or ["its tensors have other names"]
     reasons += first
     return None

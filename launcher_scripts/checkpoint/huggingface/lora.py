@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from launcher_scripts.checkpoint.formats.source_tensor import float32
 from launcher_scripts.checkpoint.huggingface.folder import json_bytes, safetensors_header
-from launcher_scripts.checkpoint.huggingface.tensors import Part, TargetTensor, matrix_of
+from launcher_scripts.checkpoint.huggingface.tensors import TargetTensor, TensorPart, matrix_of
 from launcher_scripts.checkpoint.layout.layouts import LAYOUTS
 from launcher_scripts.checkpoint.layout.tasks import Task
 from launcher_scripts.common.errors import CheckpointError, Problems
@@ -56,7 +56,7 @@ class _Projection:
     ups: Floats
     sizes: tuple[int, ...]
 
-    def pair(self, adapter: int, part: Part) -> Pair:
+    def pair(self, adapter: int, part: TensorPart) -> Pair:
         """A and B of the rows that `part` has, without ranks that are zero."""
         ends = np.cumsum(self.sizes)[:-1]
         ups = np.split(self.ups[adapter], ends, axis=-1)
@@ -133,7 +133,7 @@ def _values(task: Task) -> Floats:
 
 def _modules(
     tensors: Sequence[TargetTensor], projections: Mapping[tuple[str, int | None], _Projection]
-) -> Iterator[tuple[str, Part, _Projection]]:
+) -> Iterator[tuple[str, TensorPart, _Projection]]:
     """Iterate over the modules with LoRA, by their names in transformers."""
     problems = Problems("the LoRA adapters as PEFT")
     missing = set(projections)

@@ -55,7 +55,7 @@ class VocabularyRows:
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorPart:
     """Rows of a target tensor: those that one task has, at `index` among its source tensors.
 
     shared: other tasks have further rows of the tensor
@@ -112,7 +112,7 @@ class TargetTensor:
 
     name: str
     shape: tuple[int, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[TensorPart, ...]
     columns: int = 0
     alternate: bool = False
 
@@ -143,7 +143,7 @@ class TargetTensor:
             yield from _read(part, workspace)
 
 
-def _read(part: Part, workspace: Workspace) -> RowGroups:
+def _read(part: TensorPart, workspace: Workspace) -> RowGroups:
     source = part.source
     return part.groups(workspace) if source is None else [[source.read(workspace)]]
 
@@ -155,7 +155,7 @@ def target_tensors(
 
     problems: gets what has no place in such a model
     """
-    parts: dict[str, list[Part]] = {}
+    parts: dict[str, list[TensorPart]] = {}
     for task in tasks:
         source = source_of(task.spec, dialects)
         if source is None:
@@ -173,7 +173,7 @@ def target_tensors(
             continue
         for index, key in enumerate(source.keys):
             name = key if task.layer is None else key.replace("*", str(task.layer))
-            parts.setdefault(name, []).append(Part(task, index, layout))
+            parts.setdefault(name, []).append(TensorPart(task, index, layout))
     result = {}
     for name, members in parts.items():
         try:
@@ -192,9 +192,9 @@ def _is_computed(task: Task, layout: Layout) -> bool:
     return values.shape == expected.shape and np.allclose(values, expected, rtol=1e-6, atol=1e-7)
 
 
-def _tensor(name: str, parts: list[Part], problems: list[str]) -> TargetTensor:
+def _tensor(name: str, parts: list[TensorPart], problems: list[str]) -> TargetTensor:
     """One tensor of all rows that claim it; rows that share it must agree."""
-    by_index: dict[int, list[Part]] = {}
+    by_index: dict[int, list[TensorPart]] = {}
     for part in parts:
         by_index.setdefault(part.layout.part, []).append(part)
     selected = []
@@ -214,7 +214,7 @@ def _tensor(name: str, parts: list[Part], problems: list[str]) -> TargetTensor:
     return TargetTensor(name, shape, tuple(selected))
 
 
-def _agree(one: Part, other: Part) -> bool:
+def _agree(one: TensorPart, other: TensorPart) -> bool:
     """True if two rows of the table hold the same values for one tensor."""
     tensors = [part.task.tensors[part.index :][:1] for part in (one, other)]
     if tensors[0] and tensors[0][0] is tensors[1][0] and one.task.changes == other.task.changes:

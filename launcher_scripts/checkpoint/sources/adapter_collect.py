@@ -52,7 +52,7 @@ MERGED = "export.model.adapter_checkpoints, which merges it"
 
 
 @dataclass(frozen=True)
-class Part:
+class AdapterPart:
     """The parameters of one adapter for a projection, or for one block of its outputs.
 
     adapter: its number
@@ -85,7 +85,7 @@ class StackedTensor(SourceTensor):
     size: the adapters, blocks and ranks of A [in, size], the adapters and ranks of B [size, out]
     """
 
-    parts: Sequence[Part]
+    parts: Sequence[AdapterPart]
     size: tuple[int, ...]
 
     def read(self, workspace: Workspace | None = None, name: str = "whole") -> NDArray[Any]:
@@ -125,7 +125,7 @@ def stacked_lora(adapters: Mapping[str, Adapter], base: SourceCheckpoint) -> LoR
         problems.add("LoRA of this family can only be merged", got=family.name, change=MERGED)
         problems.raise_if_any(CheckpointError)
     tasks = make_plan(base, family.weights(base.config), "the base")
-    groups: dict[tuple[str, int], list[Part]] = {}
+    groups: dict[tuple[str, int], list[AdapterPart]] = {}
     for number, adapter in enumerate(adapters.values()):
         try:
             targets = adapter.places(tasks)
@@ -140,7 +140,7 @@ def stacked_lora(adapters: Mapping[str, Adapter], base: SourceCheckpoint) -> LoR
                     text = f"what {adapter.path} learned for {name} can only be merged"
                     problems.add(text, change=MERGED)
                     continue
-                groups.setdefault((stem, layer), []).append(Part(number, target, update))
+                groups.setdefault((stem, layer), []).append(AdapterPart(number, target, update))
     problems.raise_if_any(CheckpointError)
     bases = {(_stem_of(task.spec), task.layer) for task in tasks}
     return _stack(groups, list(adapters), base.config, bases)
@@ -163,7 +163,7 @@ def _stacked(updates: Sequence[Update], position: Target) -> LowRank | None:
 
 
 def _stack(
-    groups: Mapping[tuple[str, int], Sequence[Part]],
+    groups: Mapping[tuple[str, int], Sequence[AdapterPart]],
     names: Sequence[str],
     config: ModelConfig,
     bases: Container[tuple[str, int | None]],
@@ -191,7 +191,7 @@ def _stack(
 
 
 def _tensors(
-    target: LoRATarget, parts: Sequence[Part], count: int, rank: int, config: Any
+    target: LoRATarget, parts: Sequence[AdapterPart], count: int, rank: int, config: Any
 ) -> tuple[StackedTensor, StackedTensor]:
     """A and B of one projection of a layer."""
     blocks, dtype = max(1, len(target.blocks)), np.dtype("<f4")

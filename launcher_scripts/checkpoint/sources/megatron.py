@@ -172,7 +172,7 @@ def the_latest(archive: Archive, roots: set[str]) -> str:
     return roots.pop()
 
 
-class Namespace(pickles.Record):
+class Namespace(pickles.PickledObject):
     """argparse.Namespace: the training's arguments."""
 
 

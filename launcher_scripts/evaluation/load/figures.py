@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from launcher_scripts.config.evaluation import LoadBounds
+from launcher_scripts.config.evaluation import GoodputBounds
 from launcher_scripts.evaluation.load.driver import Answer, DriverResult, Load, lag_p99
 
 Percentiles = dict[str, float]
@@ -62,7 +62,7 @@ def run_figures(
     load: Load,
     driven: Sequence[DriverResult],
     seconds: float | None,
-    bounds: LoadBounds,
+    bounds: GoodputBounds,
     *,
     streamed: bool = True,
     generator: str = "builtin",
@@ -137,7 +137,7 @@ def token_gaps(answer: Answer) -> list[float]:
     return gaps
 
 
-def within(answer: Answer, bounds: LoadBounds) -> bool:
+def within(answer: Answer, bounds: GoodputBounds) -> bool:
     """Return whether an answer keeps every bound."""
     measured = (
         (bounds.first_token_ms, first_token(answer)),

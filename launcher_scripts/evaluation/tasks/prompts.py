@@ -18,7 +18,7 @@ _FIELD = re.compile(r"\{(\w+)\}")
 
 
 @dataclass(frozen=True)
-class Prompt:
+class TaskPrompt:
     """One item's prompt; ending: what stands behind its longest field, which is never cut off."""
 
     text: str
@@ -26,7 +26,10 @@ class Prompt:
 
 
 def row_of(
-    model: EvaluatedModel, prompt: Prompt, settings: GenerationSettings, virtual: tuple[int, ...]
+    model: EvaluatedModel,
+    prompt: TaskPrompt,
+    settings: GenerationSettings,
+    virtual: tuple[int, ...],
 ) -> GenerateRequest:
     """One prompt, behind the ids of a learned one, as a row; greedy, or of `beam_width` beams."""
     ids = tuple(model.tokenizer.encode(prompt.text))
@@ -56,7 +59,7 @@ def shortened(ids: tuple[int, ...], max_tokens: int, num_suffix: int) -> tuple[i
 
 def answers(
     model: EvaluatedModel,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[TaskPrompt],
     settings: TaskSettings,
     progress: ProgressCallback,
 ) -> list[str]:
@@ -94,7 +97,7 @@ def filled(template: str, fields: Mapping[str, str], key: str) -> str:
 
 def prompts_of(
     settings: TaskSettings, default: str, items: Iterable[Mapping[str, str]], longest: str
-) -> list[Prompt]:
+) -> list[TaskPrompt]:
     """Every item's prompt, by the settings' template or the task's own.
 
     longest: the field that is shortened where max_input_len asks for it
@@ -104,7 +107,7 @@ def prompts_of(
     key = f"evaluate.tasks.{settings.name}.generation.template"
     _, has_field, ending = template.rpartition(f"{{{longest}}}")
     return [
-        Prompt(filled(template, fields, key), filled(ending, fields, key) if has_field else "")
+        TaskPrompt(filled(template, fields, key), filled(ending, fields, key) if has_field else "")
         for fields in items
     ]
 

@@ -86,7 +86,7 @@ class Inspection:
 
 
 @dataclass(frozen=True)
-class Sample:
+class DiagnosisSample:
     """The row that differs most, with the served logits [S, vocab] at its positions.
 
     decoder_ids: of an encoder-decoder, whose logits they are; otherwise those of `ids`
@@ -100,7 +100,7 @@ class Sample:
 def diagnose(
     rows: Sequence[RowComparison],
     positions: Sequence[PositionRange],
-    sample: Callable[[], Sample],
+    sample: Callable[[], DiagnosisSample],
     reference: Reference,
     precision: str,
     inspection: Inspection,
@@ -149,7 +149,7 @@ def _scaled(result: Fit, limit: float, details: dict[str, Any]) -> Finding | Non
 
 
 def _opened(
-    sample: Sample, reference: Reference, limit: float, start_id: int | None
+    sample: DiagnosisSample, reference: Reference, limit: float, start_id: int | None
 ) -> Finding | None:
     """Test if the served model reads an opening token more, or less, than it is given."""
     if start_id is None or sample.decoder_ids or len(sample.ids) < 3:
@@ -234,7 +234,7 @@ def _settings(inspection: Inspection, details: dict[str, Any]) -> list[Finding]:
 
 
 def _rotary(
-    sample: Sample, limit: float, inspection: Inspection, details: dict[str, Any]
+    sample: DiagnosisSample, limit: float, inspection: Inspection, details: dict[str, Any]
 ) -> Iterator[Finding]:
     """Test if other rotary positions explain it: by computing them, else by how it begins.
 

@@ -117,7 +117,7 @@ class Traced(Protocol):
     def head(self, x: Floats) -> tuple[Floats, Floats]: ...
 
 
-class Original(Protocol):
+class HiddenStateModel(Protocol):
     """The original, with its hidden states; see tasks/transformers_model.py."""
 
     name: str
@@ -282,7 +282,7 @@ class LayerComparison:
     def __init__(
         self,
         export: Traced,
-        original: Original,
+        original: HiddenStateModel,
         ids: Sequence[int],
         decoder_ids: Sequence[int],
         limit: float,

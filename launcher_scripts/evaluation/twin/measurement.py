@@ -37,9 +37,9 @@ from launcher_scripts.evaluation.tasks.task import (
 from launcher_scripts.evaluation.twin.certificate import measurements, statement
 from launcher_scripts.evaluation.twin.diagnosis import (
     TOKENIZER,
+    DiagnosisSample,
     Finding,
     Inspection,
-    Sample,
     diagnose,
 )
 from launcher_scripts.evaluation.twin.faults import COMPUTED, LayerTrace, faults_of
@@ -98,7 +98,7 @@ class ReferenceResult:
 
 
 @dataclass(frozen=True)
-class Row:
+class TokenizedText:
     """One text as token ids. decoder_ids: of an encoder-decoder, what its decoder reads."""
 
     ids: tuple[int, ...]
@@ -109,10 +109,10 @@ class Row:
         """The ids at whose positions there are logits."""
         return self.decoder_ids or self.ids
 
-    def followed_by(self, ids: Sequence[int]) -> Row:
+    def followed_by(self, ids: Sequence[int]) -> TokenizedText:
         if self.decoder_ids:
-            return Row(self.ids, (*self.decoder_ids, *ids))
-        return Row((*self.ids, *ids))
+            return TokenizedText(self.ids, (*self.decoder_ids, *ids))
+        return TokenizedText((*self.ids, *ids))
 
 
 def read_reference_texts(settings: ReferenceSettings) -> list[str]:
@@ -133,7 +133,7 @@ def read_reference_texts(settings: ReferenceSettings) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Reading:
+class TokenizedTexts:
     """The texts as token ids.
 
     rows: of the original, where it has a tokenizer: the ids that it was trained with
@@ -141,8 +141,8 @@ class Reading:
     findings: what differs before there are logits
     """
 
-    rows: list[Row]
-    own: list[tuple[Row, Row]]
+    rows: list[TokenizedText]
+    own: list[tuple[TokenizedText, TokenizedText]]
     findings: list[Finding]
 
 
@@ -195,7 +195,7 @@ def compare_models(
 
 def _reading(
     settings: ReferenceSettings, comparison: ComparedModels, texts: Sequence[str]
-) -> Reading:
+) -> TokenizedTexts:
     side = comparison.original or comparison.served
     if side is None:
         raise ConfigError(
@@ -208,16 +208,18 @@ def _reading(
     parts = [_halves(text) if comparison.encodes else (text, "") for text in texts]
     first = [text for text, _ in parts]
 
-    def row(ids: Sequence[int], answer: str) -> Row:
+    def row(ids: Sequence[int], answer: str) -> TokenizedText:
         if not comparison.encodes:
-            return Row(tuple(ids)[:max_tokens])
+            return TokenizedText(tuple(ids)[:max_tokens])
         start = (comparison.served or side).decoder_ids
-        return Row(tuple(ids)[:max_tokens], (*start, *side.tokenizer.encode(answer))[:max_tokens])
+        return TokenizedText(
+            tuple(ids)[:max_tokens], (*start, *side.tokenizer.encode(answer))[:max_tokens]
+        )
 
     original_ids = [side.encode(text) for text in first]
     rows = [row(ids, answer) for ids, (_, answer) in zip(original_ids, parts, strict=True)]
     if comparison.served is None or comparison.original is None:
-        return Reading(rows, [], [])
+        return TokenizedTexts(rows, [], [])
     served_ids = [comparison.served.encode(text) for text in first]
     local = [row(ids, answer) for ids, (_, answer) in zip(served_ids, parts, strict=True)]
     probes = [*PROBES, *_added_texts(comparison.original.tokenizer)]
@@ -232,7 +234,7 @@ def _reading(
     chat = chat_finding(comparison.served.render, comparison.original.render)
     findings += [] if chat is None else [chat]
     pairs = zip(local, rows, strict=True)
-    return Reading(rows, [(a, b) for a, b in pairs if a != b], findings)
+    return TokenizedTexts(rows, [(a, b) for a, b in pairs if a != b], findings)
 
 
 def _added_texts(tokenizer: Tokenizer) -> list[str]:
@@ -259,8 +261,8 @@ def _max_tokens(settings: ReferenceSettings, comparison: ComparedModels) -> int:
 
 
 def _readable(
-    comparison: ComparedModels, pairs: Sequence[tuple[Row, Row]]
-) -> list[tuple[Row, Row]]:
+    comparison: ComparedModels, pairs: Sequence[tuple[TokenizedText, TokenizedText]]
+) -> list[tuple[TokenizedText, TokenizedText]]:
     """Return the texts whose ids are in the vocabulary: a wrong tokenizer may have others."""
     if not pairs:
         return []
@@ -270,7 +272,9 @@ def _readable(
 
 
 def _text_difference(
-    settings: ReferenceSettings, comparison: ComparedModels, pairs: Sequence[tuple[Row, Row]]
+    settings: ReferenceSettings,
+    comparison: ComparedModels,
+    pairs: Sequence[tuple[TokenizedText, TokenizedText]],
 ) -> Metric:
     """Measure the effect of different tokenization on a few texts."""
     requests = (_request(served_row, 0) for served_row, _ in pairs)
@@ -298,7 +302,7 @@ def _halves(text: str) -> tuple[str, str]:
 
 
 def _answers(
-    settings: ReferenceSettings, comparison: ComparedModels, rows: Sequence[Row]
+    settings: ReferenceSettings, comparison: ComparedModels, rows: Sequence[TokenizedText]
 ) -> Iterator[dict[str, Any]]:
     """Iterate over the rows' greedy continuations, and RowComparison.plain of both together."""
     size = settings.batch_size
@@ -317,13 +321,13 @@ def _answers(
             yield {"continuation": ids, "compared": compared.plain()}
 
 
-def _sample(comparison: ComparedModels, row: Row) -> Sample:
+def _sample(comparison: ComparedModels, row: TokenizedText) -> DiagnosisSample:
     (logits,) = _logits(comparison, [row], 1)
-    return Sample(row.ids, row.decoder_ids, logits)
+    return DiagnosisSample(row.ids, row.decoder_ids, logits)
 
 
 def _logits(
-    comparison: ComparedModels, rows: Sequence[Row], in_flight: int
+    comparison: ComparedModels, rows: Sequence[TokenizedText], in_flight: int
 ) -> Iterator[NDArray[np.float32]]:
     """The served model's of every row, [S, vocab]."""
     answers = comparison.model.generate_rows((_request(row, 0) for row in rows), in_flight)
@@ -333,7 +337,7 @@ def _logits(
         yield logits
 
 
-def _check_logits(row: Row, logits: NDArray[np.float32], who: str) -> None:
+def _check_logits(row: TokenizedText, logits: NDArray[np.float32], who: str) -> None:
     if len(logits) != len(row.compared) or not np.isfinite(logits).all():
         raise ServerError(
             problem(
@@ -345,7 +349,7 @@ def _check_logits(row: Row, logits: NDArray[np.float32], who: str) -> None:
         )
 
 
-def _request(row: Row, output_len: int) -> GenerateRequest:
+def _request(row: TokenizedText, output_len: int) -> GenerateRequest:
     """Greedy; the logits of what is read where nothing is to be generated."""
     return GenerateRequest(
         row.ids,
@@ -357,7 +361,7 @@ def _request(row: Row, output_len: int) -> GenerateRequest:
 
 def _item(
     index: int,
-    row: Row,
+    row: TokenizedText,
     local: RowComparison,
     full: RowComparison,
     continuation: Sequence[int],
