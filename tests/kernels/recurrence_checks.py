@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from launcher_scripts.kernels import reference
-from launcher_scripts.kernels.cuda import fused
+from launcher_scripts.kernels.cuda import convolution, fused
 from launcher_scripts.kernels.reference_recurrence import (
     ConvOperands,
     DeltaOperands,
@@ -107,6 +107,13 @@ def assert_steps(step: Step, expected: Step, layer: Any, projected: torch.Tensor
         assert torch.equal(getattr(mine, name)[untouched], states[name][untouched])
 
 
+@pytest.fixture(params=[0, 10**9])
+def few(request, monkeypatch):
+    """With a kernel for the convolution alone, and without."""
+    monkeypatch.setattr(convolution, "MANY_STATES", request.param)
+
+
+@pytest.mark.usefixtures("few")
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("sizes", MAMBA2)
 def test_steps_of_mamba2(sizes, dtype):
@@ -122,6 +129,7 @@ def test_steps_of_mamba2(sizes, dtype):
         assert_steps(fused.step_mamba2, reference.step_mamba2, local, x)
 
 
+@pytest.mark.usefixtures("few")
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("of_keys", [False, True])
 @pytest.mark.parametrize("sizes", DELTA)

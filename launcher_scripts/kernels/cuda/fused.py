@@ -18,6 +18,7 @@ from launcher_scripts.kernels import reference
 from launcher_scripts.kernels.cuda.beams import rank_beams as rank_beams
 from launcher_scripts.kernels.cuda.beams import reorder_beams as reorder_beams
 from launcher_scripts.kernels.cuda.compiling import NO_PDL, pdl_options, traits_of
+from launcher_scripts.kernels.cuda.convolution import step_short_conv as step_short_conv
 from launcher_scripts.kernels.cuda.decode_attention import attention_launch
 from launcher_scripts.kernels.cuda.decode_attention import decode_attention as decode_attention
 from launcher_scripts.kernels.cuda.delta_scans import scan_delta as scan_delta
@@ -62,7 +63,6 @@ from launcher_scripts.kernels.cuda.qkv import row_heads
 from launcher_scripts.kernels.cuda.qkv import store_kv as store_kv
 from launcher_scripts.kernels.cuda.recurrence import step_delta as step_delta
 from launcher_scripts.kernels.cuda.recurrence import step_mamba2 as step_mamba2
-from launcher_scripts.kernels.cuda.recurrence import step_short_conv as step_short_conv
 from launcher_scripts.kernels.cuda.sampling import process as process
 from launcher_scripts.kernels.cuda.sampling import sample as sample
 from launcher_scripts.kernels.cuda.scans import scan_mamba2 as scan_mamba2

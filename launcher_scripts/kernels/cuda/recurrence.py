@@ -1,9 +1,10 @@
-"""One token of rows with states of a fixed size, in the Triton language: Mamba-2, gated delta nets
-and short convolutions; see reference_recurrence.py.
+"""One token of rows with states of a fixed size, in the Triton language: Mamba-2 and gated delta
+nets; see reference_recurrence.py.
 
 A step is two kernels. The first reads a state once, and writes it where it was; every program makes
 the outputs of the convolution that it needs, from inputs that the second kernel moves on, when all
-of the first have read them. The second has the gate and the norm, too.
+of the first have read them. The second has the gate and the norm, too. Where there are many states,
+these are the bound: there a kernel of its own makes the convolution, and moves its inputs on.
 """
 
 from __future__ import annotations
@@ -15,17 +16,21 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from launcher_scripts.kernels.cuda.compiling import launcher, pdl_options
+from launcher_scripts.kernels.cuda.convolution import (
+    CHANNELS,
+    convolved,
+    convolved_rows,
+    earlier_inputs,
+    move_inputs,
+)
 from launcher_scripts.kernels.reference_recurrence import (
-    ConvOperands,
     DeltaOperands,
     Gating,
     Mamba2Operands,
     RecurrenceOperands,
 )
 
-CHANNELS = 1024  # of a program, where no norm decides
-MANY_PROGRAMS = 512
-STATE_TILE = 4096  # numbers of a program's part of a state, where there are few
+STATE_TILE = 4096  # numbers of a program's part of a state
 
 
 @triton.jit
@@ -38,44 +43,8 @@ def softplus(x):
 
 
 @triton.jit
-def silu(x):
-    return x / (1.0 + tl.exp(-x))
-
-
-@triton.jit
-def earlier_inputs(
-    tail, weight, bias, channels, mask, WIDTH: tl.constexpr, TAPS: tl.constexpr, BIAS: tl.constexpr
-):
-    """(the convolution without its newest inputs, the weights of those)"""
-    total = tl.zeros(channels.shape, tl.float32)
-    if BIAS:
-        total += tl.load(bias + channels, mask=mask, other=0.0).to(tl.float32)
-    for tap in tl.static_range(TAPS - 1):
-        taken = tl.load(tail + tap * WIDTH + channels, mask=mask, other=0.0).to(tl.float32)
-        factor = tl.load(weight + channels * TAPS + tap, mask=mask, other=0.0).to(tl.float32)
-        total += taken * factor
-    newest = tl.load(weight + channels * TAPS + TAPS - 1, mask=mask, other=0.0)
-    return total, newest.to(tl.float32)
-
-
-@triton.jit
-def convolved(earlier, newest, source, mask):
-    """silu of the convolution, with the newest inputs at `source`."""
-    return silu(earlier + newest * tl.load(source, mask=mask, other=0.0).to(tl.float32))
-
-
-@triton.jit
-def move_inputs(tail, source, channels, mask, WIDTH: tl.constexpr, TAPS: tl.constexpr):
-    """Let the newest inputs follow those in the tail, whose oldest go."""
-    newest = tl.load(source, mask=mask)
-    for tap in tl.static_range(TAPS - 2):
-        later = tl.load(tail + (tap + 1) * WIDTH + channels, mask=mask)
-        tl.store(tail + tap * WIDTH + channels, later, mask=mask)
-    tl.store(tail + (TAPS - 2) * WIDTH + channels, newest, mask=mask)
-
-
-@triton.jit
 def mamba2_rows(
+    mixed,
     projected,
     slots,
     states,
@@ -95,11 +64,15 @@ def mamba2_rows(
     COLUMNS: tl.constexpr,
     TAPS: tl.constexpr,
     BIAS: tl.constexpr,
+    CONVOLVED: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_S: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    """One program: one row, one head, BLOCK_P rows of its state [SIZE, COLUMNS]."""
+    """One program: one row, one head, BLOCK_P rows of its state [SIZE, COLUMNS].
+
+    CONVOLVED: the convolution's outputs are in `mixed`
+    """
     if USE_PDL:
         gdc_launch_dependents()
     row, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -115,9 +88,10 @@ def mamba2_rows(
     at_x = head * SIZE + p
     at_b = INNER + (head // (HEADS // GROUPS)) * COLUMNS + s
     at_c = at_b + GROUPS * COLUMNS
-    x, x_weight = earlier_inputs(tail, conv, conv_bias, at_x, of_p, WIDTH, TAPS, BIAS)
-    b, b_weight = earlier_inputs(tail, conv, conv_bias, at_b, of_s, WIDTH, TAPS, BIAS)
-    c, c_weight = earlier_inputs(tail, conv, conv_bias, at_c, of_s, WIDTH, TAPS, BIAS)
+    if not CONVOLVED:
+        x, x_weight = earlier_inputs(tail, conv, conv_bias, at_x, of_p, WIDTH, TAPS, BIAS)
+        b, b_weight = earlier_inputs(tail, conv, conv_bias, at_b, of_s, WIDTH, TAPS, BIAS)
+        c, c_weight = earlier_inputs(tail, conv, conv_bias, at_c, of_s, WIDTH, TAPS, BIAS)
     rate, bias, direct = (
         tl.load(rates + head),
         tl.load(step_bias + head),
@@ -128,9 +102,15 @@ def mamba2_rows(
     source = projected + row * stride + INNER
     step = softplus(tl.load(source + WIDTH + head).to(tl.float32) + bias)
     step = tl.minimum(tl.maximum(step, min_step), max_step)
-    x = convolved(x, x_weight, source + at_x, of_p)
-    b = convolved(b, b_weight, source + at_b, of_s)
-    c = convolved(c, c_weight, source + at_c, of_s)
+    if CONVOLVED:
+        line = mixed + row * WIDTH
+        x = tl.load(line + at_x, mask=of_p, other=0.0)
+        b = tl.load(line + at_b, mask=of_s, other=0.0)
+        c = tl.load(line + at_c, mask=of_s, other=0.0)
+    else:
+        x = convolved(x, x_weight, source + at_x, of_p)
+        b = convolved(b, b_weight, source + at_b, of_s)
+        c = convolved(c, c_weight, source + at_c, of_s)
     state = state * tl.exp(rate * step) + (x * step)[:, None] * b[None, :]
     tl.store(states + where, state, mask=mask)
     y = tl.sum(state * c[None, :], 1) + x * direct
@@ -139,6 +119,7 @@ def mamba2_rows(
 
 @triton.jit
 def delta_rows(
+    mixed,
     projected,
     slots,
     states,
@@ -157,6 +138,7 @@ def delta_rows(
     BETA: tl.constexpr,
     DECAY: tl.constexpr,
     OF_KEYS: tl.constexpr,
+    CONVOLVED: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     USE_PDL: tl.constexpr,
@@ -164,6 +146,7 @@ def delta_rows(
     """One program: one row, one head, BLOCK_V columns of its state [KEYS, VALUES].
 
     BETA, DECAY: the first columns of b and of decays;  OF_KEYS: every key has decays of its own
+    CONVOLVED: the convolution's outputs are in `mixed`
     """
     if USE_PDL:
         gdc_launch_dependents()
@@ -179,9 +162,10 @@ def delta_rows(
     tail = tails + slot * (TAPS - 1) * WIDTH
     at_q = (head // (HEADS // KEY_HEADS)) * KEYS + k
     at_k, at_v = SHARED + at_q, 2 * SHARED + head * VALUES + v
-    query, query_weight = earlier_inputs(tail, conv, conv, at_q, of_k, WIDTH, TAPS, False)
-    key, key_weight = earlier_inputs(tail, conv, conv, at_k, of_k, WIDTH, TAPS, False)
-    value, value_weight = earlier_inputs(tail, conv, conv, at_v, of_v, WIDTH, TAPS, False)
+    if not CONVOLVED:
+        query, query_weight = earlier_inputs(tail, conv, conv, at_q, of_k, WIDTH, TAPS, False)
+        key, key_weight = earlier_inputs(tail, conv, conv, at_k, of_k, WIDTH, TAPS, False)
+        value, value_weight = earlier_inputs(tail, conv, conv, at_v, of_v, WIDTH, TAPS, False)
     rate = tl.load(rates + head)
     if OF_KEYS:
         bias = tl.load(step_bias + head * KEYS + k, mask=of_k, other=0.0)
@@ -190,9 +174,15 @@ def delta_rows(
     if USE_PDL:
         gdc_wait()
     source = projected + row * stride
-    query = convolved(query, query_weight, source + at_q, of_k)
-    key = convolved(key, key_weight, source + at_k, of_k)
-    value = convolved(value, value_weight, source + at_v, of_v)
+    if CONVOLVED:
+        line = mixed + row * WIDTH
+        query = tl.load(line + at_q, mask=of_k, other=0.0)
+        key = tl.load(line + at_k, mask=of_k, other=0.0)
+        value = tl.load(line + at_v, mask=of_v, other=0.0)
+    else:
+        query = convolved(query, query_weight, source + at_q, of_k)
+        key = convolved(key, key_weight, source + at_k, of_k)
+        value = convolved(value, value_weight, source + at_v, of_v)
     query *= scale * tl.rsqrt(tl.sum(query * query, 0) + 1e-6)
     key *= tl.rsqrt(tl.sum(key * key, 0) + 1e-6)
     beta = 1.0 / (1.0 + tl.exp(-tl.load(source + BETA + head).to(tl.float32)))
@@ -278,51 +268,16 @@ def gate_rows(
     tl.store(where, value.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit
-def short_conv_rows(
-    projected,
-    slots,
-    tails,
-    conv,
-    conv_bias,
-    out,
-    stride,
-    WIDTH: tl.constexpr,
-    TAPS: tl.constexpr,
-    BIAS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    USE_PDL: tl.constexpr,
-):
-    """One program: one row, BLOCK channels."""
-    if USE_PDL:
-        gdc_launch_dependents()
-    row, channels = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = channels < WIDTH
-    tail = tails + tl.load(slots + row) * (TAPS - 1) * WIDTH
-    total, weight = earlier_inputs(tail, conv, conv_bias, channels, mask, WIDTH, TAPS, BIAS)
-    if USE_PDL:
-        gdc_wait()
-    source = projected + row * stride + channels
-    b = tl.load(source, mask=mask, other=0.0).to(tl.float32)
-    c = tl.load(source + WIDTH, mask=mask, other=0.0).to(tl.float32)
-    x = tl.load(source + 2 * WIDTH, mask=mask, other=0.0).to(tl.float32)
-    newest = (b * x).to(tails.dtype.element_ty)
-    for tap in tl.static_range(TAPS - 2):
-        later = tl.load(tail + (tap + 1) * WIDTH + channels, mask=mask)
-        tl.store(tail + tap * WIDTH + channels, later, mask=mask)
-    tl.store(tail + (TAPS - 2) * WIDTH + channels, newest, mask=mask)
-    y = c * (total + weight * newest.to(tl.float32))
-    tl.store(out + row * WIDTH + channels, y.to(out.dtype.element_ty), mask=mask)
-
-
 def step_mamba2(projected: Tensor, layer: Mamba2Operands, slots: Tensor) -> Tensor:
     """See reference_recurrence.step_mamba2."""
     rows, (heads, size, columns) = projected.shape[0], layer.states.shape[1:]
     width, taps = layer.conv.shape
     y = torch.empty(rows, heads * size, device=projected.device)
+    mixed = convolved_rows(projected, layer, slots, heads * size)
     block_s = triton.next_power_of_2(columns)
-    block_p = _part(size, block_s, rows * heads)
+    block_p = _part(size, block_s)
     launcher(mamba2_rows, (rows, heads, triton.cdiv(size, block_p)))(
+        y if mixed is None else mixed,
         projected,
         slots,
         layer.states,
@@ -342,12 +297,13 @@ def step_mamba2(projected: Tensor, layer: Mamba2Operands, slots: Tensor) -> Tens
         COLUMNS=columns,
         TAPS=taps,
         BIAS=layer.conv_bias is not None,
+        CONVOLVED=mixed is not None,
         BLOCK_P=block_p,
         BLOCK_S=block_s,
         num_warps=4,
         **pdl_options(projected),
     )
-    return gate_and_move(y, projected, layer, slots, (0, heads * size))
+    return gate_and_move(y, projected, layer, slots if mixed is None else None, (0, heads * size))
 
 
 def step_delta(projected: Tensor, layer: DeltaOperands, slots: Tensor) -> Tensor:
@@ -356,9 +312,11 @@ def step_delta(projected: Tensor, layer: DeltaOperands, slots: Tensor) -> Tensor
     width, taps = layer.conv.shape
     gate, beta, decay = layer.columns
     y = torch.empty(rows, heads * values, device=projected.device)
+    mixed = convolved_rows(projected, layer, slots, 0)
     block_k = triton.next_power_of_2(keys)
-    block_v = _part(values, block_k, rows * heads)
+    block_v = _part(values, block_k)
     launcher(delta_rows, (rows, heads, triton.cdiv(values, block_v)))(
+        y if mixed is None else mixed,
         projected,
         slots,
         layer.states,
@@ -377,18 +335,18 @@ def step_delta(projected: Tensor, layer: DeltaOperands, slots: Tensor) -> Tensor
         BETA=beta,
         DECAY=decay,
         OF_KEYS=layer.of_keys,
+        CONVOLVED=mixed is not None,
         BLOCK_K=block_k,
         BLOCK_V=block_v,
         num_warps=4,
         **pdl_options(projected),
     )
-    return gate_and_move(y, projected, layer, slots, (gate, 0))
+    return gate_and_move(y, projected, layer, slots if mixed is None else None, (gate, 0))
 
 
-def _part(size: int, other: int, heads: int) -> int:
-    """How much of a state [size, other] of each of so many heads a program has."""
-    tile = STATE_TILE if heads < MANY_PROGRAMS else 2 * STATE_TILE
-    return min(int(triton.next_power_of_2(size)), max(1, tile // other))
+def _part(size: int, other: int) -> int:
+    """How much of a state [size, other] a program has."""
+    return min(int(triton.next_power_of_2(size)), max(1, STATE_TILE // other))
 
 
 def gate_and_move(
@@ -439,28 +397,6 @@ def gate_and_move(
         BLOCK=block,
         MOVED=CHANNELS,
         num_warps=8 if block > 2 * CHANNELS else 4,
-        **pdl_options(projected),
-    )
-    return out
-
-
-def step_short_conv(projected: Tensor, layer: ConvOperands, slots: Tensor) -> Tensor:
-    """See reference_recurrence.step_short_conv."""
-    rows, (width, taps) = projected.shape[0], layer.conv.shape
-    out = torch.empty(rows, width, dtype=projected.dtype, device=projected.device)
-    launcher(short_conv_rows, (rows, triton.cdiv(width, 256)))(
-        projected,
-        slots,
-        layer.tails,
-        layer.conv,
-        layer.conv if layer.conv_bias is None else layer.conv_bias,
-        out,
-        projected.stride(0),
-        WIDTH=width,
-        TAPS=taps,
-        BIAS=layer.conv_bias is not None,
-        BLOCK=256,
-        num_warps=2,
         **pdl_options(projected),
     )
     return out

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from launcher_scripts.kernels.cuda.attention_tile import MIN_SIDE
 from launcher_scripts.kernels.cuda.compiling import launcher
-from launcher_scripts.kernels.cuda.recurrence import gate_and_move, silu, softplus
+from launcher_scripts.kernels.cuda.convolution import silu
+from launcher_scripts.kernels.cuda.recurrence import gate_and_move, softplus
 from launcher_scripts.kernels.reference_recurrence import (
     DeltaOperands,
     Mamba2Operands,
