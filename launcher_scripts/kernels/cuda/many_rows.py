@@ -78,6 +78,8 @@ def many_rows(x: Tensor, linear: Linear) -> Tensor:
 
 def activated_product(x: Tensor, linear: Linear, activation: str) -> Tensor:
     """act(linear(x)) [N, out], its norm aside. cuBLAS activates sums before they are rounded."""
+    if x.is_meta:
+        return many_rows(x, linear)
     plain = linear.lora is None and not multiplies_fp8(x, linear)
     if not (plain and x.is_cuda and activation in USE_GELU):
         return ACTIVATIONS[activation](many_rows(x, linear))
@@ -99,7 +101,10 @@ def products(x: Tensor, linears: Sequence[Linear]) -> list[Tensor]:
         outs = [_scaled_product(rows, scales, linear) for linear in linears]
     else:
         dense_weights = [dense(linear) for linear in linears]
-        outs = [functional.linear(x, linear.weight, linear.bias) for linear in dense_weights]
+        if x.is_meta:  # torch takes milliseconds for the shape of a product or an activation
+            outs = [x.new_empty(x.shape[0], linear.weight.shape[0]) for linear in linears]
+        else:
+            outs = [functional.linear(x, linear.weight, linear.bias) for linear in dense_weights]
     return added_lora(outs, x, linears[0].lora)
 
 
