@@ -65,7 +65,7 @@ def gpt2(config: GPTConfig) -> transformers.GPT2LMHeadModel:
 
 def _t5(config: T5Config) -> transformers.T5ForConditionalGeneration:
     return transformers.T5ForConditionalGeneration._from_config(
-        transformers.T5Config(  # type: ignore[call-arg]  # takes what all configurations do
+        transformers.T5Config(
             vocab_size=config.vocab_size,
             d_model=config.hidden_size,
             d_kv=config.head_size,

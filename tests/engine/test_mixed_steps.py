@@ -42,8 +42,8 @@ def requests_of(draw: random.Random, count: int) -> Iterator[GenerateRequest]:
         )
 
 
-def check_same(alone: Engine, together: Engine, seed: int) -> None:
-    requests = list(requests_of(random.Random(seed), 30))
+def check_same(alone: Engine, together: Engine, seed: int, count: int = 16) -> None:
+    requests = list(requests_of(random.Random(seed), count))
     wanted = [alone.submit(request) for request in requests]
     for want in wanted:
         want.result(60)
@@ -66,7 +66,9 @@ def test_a_row_gets_its_tokens_beside_prompts(monkeypatch: pytest.MonkeyPatch, m
 def test_passes_are_filled_up_to_graphs() -> None:
     graphs = EagerGraphs()
     alone = engine_for(CONFIG, TENSORS, max_batch_size=1)
-    check_same(alone, engine_for(CONFIG, TENSORS, max_batch_size=6, graphs=graphs), seed=2)
+    check_same(
+        alone, engine_for(CONFIG, TENSORS, max_batch_size=6, graphs=graphs), seed=2, count=30
+    )
     sizes = {sizes for sizes, *_ in prompts_of(graphs.asked)}
     assert {size.decoding for size in sizes} >= {0, 4, 6}
     assert Sizes(58, 2, 1, 6) in sizes

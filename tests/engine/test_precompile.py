@@ -98,7 +98,7 @@ def settings(**more: object) -> EngineSettings:
 
 
 class NotedKernel:
-    """Stands for a compiled kernel: the second launch of one takes a tenth of the first one's time."""
+    """Stands for a compiled kernel, whose second launch takes a tenth of the first one's time."""
 
     function = packed_metadata = None
 
