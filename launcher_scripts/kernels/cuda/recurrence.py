@@ -226,7 +226,7 @@ def gate_rows(
     USE_PDL: tl.constexpr,
 ):
     """One program: one row, and SIZE channels behind their gate and norm; from PARTS on, MOVED
-    inputs of the convolution that go to the row's tail.
+    inputs of the convolution that go to the row's tail, if any do.
 
     GATE, MIXED: the first columns of the gate, and of the convolution's inputs
     SHARED: the norm's weight is that of one part, for all of them
@@ -235,17 +235,18 @@ def gate_rows(
         gdc_launch_dependents()
     row, part = tl.program_id(0), tl.program_id(1)
     source = projected + row.to(tl.int64) * stride
-    if part >= PARTS:
-        slot = tl.load(slots + row)
-        channels = (part - PARTS) * MOVED + tl.arange(0, MOVED)
-        if USE_PDL:
-            gdc_wait()
-        move_inputs(
-            tails + slot * (TAPS - 1) * WIDTH,
-            source + MIXED + channels,
-            *(channels, channels < WIDTH, WIDTH, TAPS),
-        )
-        return
+    if MOVED > 0:  # noqa: SIM102 (a constant, so that without it the other branch is not compiled)
+        if part >= PARTS:
+            slot = tl.load(slots + row)
+            channels = (part - PARTS) * MOVED + tl.arange(0, MOVED)
+            if USE_PDL:
+                gdc_wait()
+            move_inputs(
+                tails + slot * (TAPS - 1) * WIDTH,
+                source + MIXED + channels,
+                *(channels, channels < WIDTH, WIDTH, TAPS),
+            )
+            return
     local = tl.arange(0, BLOCK)
     channels = part * SIZE + local
     mask = (local < SIZE) & (channels < INNER)
@@ -395,7 +396,7 @@ def gate_and_move(
         WIDTH=width,
         TAPS=taps,
         BLOCK=block,
-        MOVED=CHANNELS,
+        MOVED=CHANNELS if moves else 0,
         num_warps=8 if block > 2 * CHANNELS else 4,
         **pdl_options(projected),
     )
