@@ -86,6 +86,23 @@ LORA_TARGETS = {
         ),
         LoRATarget("delta.out_proj", "delta_value_size", "hidden_size", Partition.ROW_PARALLEL),
         LoRATarget(
+            "kimi_delta.in_proj",
+            "hidden_size",
+            "kimi_in_size",
+            Partition.COLUMN_PARALLEL,
+            mixers.KIMI_IN,
+        ),
+        *(
+            LoRATarget(f"kimi_delta.{name}", inputs, outputs, partition)
+            for name, inputs, outputs, partition in (
+                ("decay_down", "hidden_size", "delta_key_head_size", Partition.REPLICATED),
+                ("gate_down", "hidden_size", "delta_key_head_size", Partition.REPLICATED),
+                ("decay_up", "delta_key_head_size", "delta_key_size", Partition.COLUMN_PARALLEL),
+                ("gate_up", "delta_key_head_size", "delta_value_size", Partition.COLUMN_PARALLEL),
+                ("out_proj", "delta_value_size", "hidden_size", Partition.ROW_PARALLEL),
+            )
+        ),
+        LoRATarget(
             "short_conv.in_proj",
             "hidden_size",
             "short_conv_in_size",
@@ -206,6 +223,11 @@ def adapters_of(config: object) -> Adapters:
     return parts
 
 
+def _merges_mlps(config: Any) -> bool:
+    """True if LoRA of the MLPs can only be merged."""
+    return any(getattr(config, name, None) for name in ("num_experts", "layer_sparsities"))
+
+
 def with_lora_slots(config: Any, rows: Iterable[WeightSpec], count: int, rank: int) -> Any:
     """The config of a running model to which `count` LoRA adapters of at most `rank` can be added.
 
@@ -217,7 +239,7 @@ def with_lora_slots(config: Any, rows: Iterable[WeightSpec], count: int, rank: i
         stem
         for stem in LORA_TARGETS
         if f"layers.*.{stem}.weight" in names
-        and not (getattr(config, "num_experts", None) and stem.startswith("mlp."))
+        and not (stem.startswith("mlp.") and _merges_mlps(config))
     )
     if not targets:
         text = "LoRA of this model can only be merged into its weights: none can be added"
@@ -248,6 +270,10 @@ class AdapterSizes(ModelConfig):
     def lora_size_of_3(self) -> int:
         """The same where each of so many blocks has a matrix A of its own."""
         return 3 * self.lora_size
+
+    @property
+    def lora_size_of_4(self) -> int:
+        return 4 * self.lora_size
 
     @property
     def lora_size_of_5(self) -> int:

@@ -29,10 +29,8 @@ LAYER_LISTS = (
     "sink_layers",
 )
 LAYER_VALUES = (
-    "rotary_layer_bases",
-    "layer_branches",
-    *("layer_num_kv_heads", "layer_head_sizes"),
-    "layer_ffn_sizes",
+    *("rotary_layer_bases", "layer_branches", "layer_num_kv_heads", "layer_head_sizes"),
+    *("layer_ffn_sizes", "layer_sparsities"),
 )  # one for each layer
 Number = TypeVar("Number", int, float)
 Sizes = TypeVar("Sizes", bound="ModelConfig")

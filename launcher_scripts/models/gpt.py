@@ -17,6 +17,7 @@ from launcher_scripts.models import mixers
 from launcher_scripts.models.adapters import NO_ADAPTERS, Adapters, AdapterSizes
 from launcher_scripts.models.family import ACTIVATIONS, NORMALIZATIONS, XIELU, numbers_in
 from launcher_scripts.models.mixers import MixerSizes
+from launcher_scripts.models.side_streams import StreamSizes
 
 SCORE_FUNCTIONS = ("softmax", "sigmoid", "sparsemixer")
 NORM_PLACEMENTS = ("pre", "post", "sandwich", "branch")
@@ -43,7 +44,7 @@ def expert_groups(count: int, per_token: int, num_scores: int) -> dict[str, int]
 
 
 @dataclass(frozen=True)
-class GPTConfig(AdapterSizes, MixerSizes):
+class GPTConfig(StreamSizes, AdapterSizes, MixerSizes):
     """Hyperparameters of a GPT.
 
     head_size is independent of hidden_size / num_heads. `activation` "gelu" is the tanh form,
@@ -92,7 +93,9 @@ class GPTConfig(AdapterSizes, MixerSizes):
     layer_scale what a layer makes of hidden states is multiplied by a number of its own.
 
     With experts_scale_input the weights multiply what experts read, not what they add; what a
-    shared expert adds is multiplied by shared_expert_scale.
+    shared expert adds is multiplied by shared_expert_scale. With expert_norms the router and the
+    experts read hidden states behind norms of their own, what the experts and what the shared one
+    add are normalized before they are summed, and every expert's weight has a factor.
 
     With kv_lora_rank attention is latent (DeepSeek-V2, arXiv:2405.04434): keys and values of all
     heads are made of one latent vector of that size, which a norm of its own comes before, and of
@@ -168,6 +171,7 @@ class GPTConfig(AdapterSizes, MixerSizes):
     router_jitter: float | None = None
     experts_scale_input: bool | None = None
     expert_bias: bool | None = None
+    expert_norms: bool | None = None
     num_expert_groups: int | None = None
     groups_per_token: int | None = None
     group_score_experts: int | None = None
@@ -216,6 +220,7 @@ class GPTConfig(AdapterSizes, MixerSizes):
         self._check_experts(problems)
         self._check_groups(problems)
         self._check_latent(problems)
+        self.check_streams(problems, self.parts)
         if self.joint_qk_norm and not (self.qk_norm and self.normalization == "rmsnorm"):
             problems.add("joint_qk_norm needs qk_norm and rmsnorm", got=self.normalization)
         if self.activation == "clamped_swiglu" and not self.gated:
@@ -291,6 +296,8 @@ class GPTConfig(AdapterSizes, MixerSizes):
                 got=self.norm_placement,
                 choices=[name for name in NORM_PLACEMENTS if name != "post"],
             )
+        if self.expert_norms and self.shared_expert_size is None:
+            problems.add("expert_norms needs shared_expert_size")
         if self.router_score_function == "sparsemixer" and not self.router_jitter:
             problems.add("router_score_function sparsemixer needs router_jitter")
         if self.parts.ia3_num_tasks or self.parts.adapter_size:
@@ -464,7 +471,8 @@ class GPTConfig(AdapterSizes, MixerSizes):
         layers = self._layer_sizes.get("ffn_size", ())
         linear = self.hidden_size if self.branch_kinds & {"linear", "linear_mlp"} else 0
         experts = (self.shared_expert_size or 0, self.dense_ffn_size or 0, linear, *layers)
-        sizes = (self.ffn_size, *experts, self.adapter_size, mixers.tp_numbers(self))
+        more = (self.adapter_size, mixers.tp_numbers(self), self.stream_tp_number())
+        sizes = (self.ffn_size, *experts, *more)
         return divisors(gcd(self.num_heads, *sizes))
 
     def kv_copies(self, tp_size: int) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from launcher_scripts.models import gpt_nemo, mixers
+from launcher_scripts.models import gpt_nemo, mixers, side_streams
 from launcher_scripts.models.family import Source
 
 # Its rows sum to the bias: what is left of a float32 after each rounding to the eight bits of a
@@ -468,7 +468,7 @@ DIALECTS: dict[str, dict[str, Source]] = {
     "falcon": FALCON,
     "falcon_one_norm": FALCON_ONE_NORM,
     "falcon_two_norms": FALCON_TWO_NORMS,
-    **mixers.DIALECTS,
+    **(mixers.DIALECTS | side_streams.DIALECTS),
     **gpt_nemo.DIALECTS,
 }
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from launcher_scripts.models import adapters, gpt_dialects, mixers
+from launcher_scripts.models import adapters, gpt_dialects, mixers, side_streams
 from launcher_scripts.models.family import MIXERS, RECURRENT_KINDS, XIELU, Partition, WeightSpec
 from launcher_scripts.models.gpt import GPTConfig
 
@@ -47,6 +47,7 @@ def _layer(config: GPTConfig) -> list[WeightSpec]:
     if config.norm_placement in ("sandwich", "branch"):
         specs += _norm(config, "layers.*.attention.output_norm")
         specs += _norm(config, "layers.*.mlp.output_norm")
+    specs += side_streams.weights(config, _linear, _norm, _spec)
     if config.layer_scale:
         specs.append(_spec("layers.*.scale", ("1",)))
     if config.activation == XIELU:
@@ -80,13 +81,14 @@ def _attention(config: GPTConfig) -> list[WeightSpec]:
     if config.kv_lora_rank is not None:
         specs = _latent(config)
     else:
-        specs = _linear(
-            "layers.*.attention.query_key_value",
-            ("hidden_size", "qkv_size"),
-            Partition.COLUMN_PARALLEL,
-            bias=config.attention_bias,
-            blocks=("q_size", "kv_size", "kv_size"),
-        )
+        columns, bias = Partition.COLUMN_PARALLEL, config.attention_bias
+        blocks = ("q_size", "kv_size", "kv_size")
+        name, shape = "layers.*.attention.query", ("hidden_size", "qkv_size")
+        specs = _linear(f"{name}_key_value", shape, columns, bias=bias, blocks=blocks)
+        if config.layer_kv_sources is not None:
+            specs = [replace(spec, only="has_keys") for spec in specs]
+            queries = _linear(name, ("hidden_size", "q_size"), columns, bias=bias)
+            specs += [replace(spec, only="shares_keys") for spec in queries]
     norms = {"query": "q_size", "key": "kv_size"} if config.qk_norm else {}
     for part, size in norms.items():
         name = f"layers.*.attention.{part}_norm"
@@ -95,7 +97,8 @@ def _attention(config: GPTConfig) -> list[WeightSpec]:
             specs.append(_spec(f"{name}.weight", (size,), parallel, blocks=(size,)))
         else:
             local = _norm(config, name, "head_size")
-            specs += [replace(spec, only="normalizes_heads") for spec in local]
+            only = "normalizes_heads" if part == "query" else "normalizes_keys"
+            specs += [replace(spec, only=only) for spec in local]
     if config.attention_sinks:
         parallel = Partition.COLUMN_PARALLEL
         sinks = _spec("layers.*.attention.sinks", ("num_heads",), parallel, ("num_heads",))
@@ -146,6 +149,10 @@ def _experts(config: GPTConfig, count: int) -> list[WeightSpec]:
         specs += _mlp(config, "layers.*.mlp.shared_expert", "shared_expert_size")
         if config.shared_expert_gate is not False:
             specs.append(_spec("layers.*.mlp.shared_expert_gate.weight", ("hidden_size", "1")))
+    if config.expert_norms:
+        for name in ("expert_norm", "expert_output_norm", "shared_output_norm", "router.norm"):
+            specs += _norm(config, f"layers.*.mlp.{name}")
+        specs.append(_spec("layers.*.mlp.router.expert_scale", ("num_experts",)))
     if config.moe_latent_size is not None:
         specs.append(_spec("layers.*.mlp.latent_in.weight", ("hidden_size", "moe_latent_size")))
         specs.append(_spec("layers.*.mlp.latent_out.weight", ("moe_latent_size", "hidden_size")))

@@ -441,7 +441,6 @@ DIALECTS: dict[str, dict[str, Source]] = {
     "qwen3_next": QWEN3_NEXT,
     "qwen3_5": QWEN3_5,
     "lfm2": LFM2,
-    "gemma4": {"layers.*.scale": Source(("layers.*.layer_scalar",))},
     "kimi_linear": KIMI_LINEAR,
     "kimi_linear_saved": KIMI_LINEAR_SAVED,
 }

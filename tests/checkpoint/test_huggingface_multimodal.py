@@ -171,7 +171,7 @@ def test_text_is_answered_as_the_whole_model_does(tmp_path: Path, name: str) -> 
 
 
 def test_every_row_is_tried() -> None:
-    assert MODELS.keys() - {"ministral3"} == MULTIMODAL.keys()
+    assert {*MODELS, "gemma3n"} - {"ministral3"} == MULTIMODAL.keys()
 
 
 def rewritten(folder: Path, config: dict[str, Any], names: dict[str, str]) -> None:
@@ -221,6 +221,35 @@ def test_a_gemma_3_as_it_was_published(tmp_path: Path) -> None:
     found = text_config({**published, "text_config": bare})
     assert (found["vocab_size"], found["num_key_value_heads"]) == (262208, 4)
     assert found["model_type"] == "gemma3_text" and found["eos_token_id"] == [0, 65]
+
+
+def test_a_gemma_3n_as_it_was_published(tmp_path: Path) -> None:
+    """The class of the whole one needs a library of images: this one is made of its decoder."""
+    folder = tmp_path / "hf"
+    text = transformers.Gemma3nTextConfig(
+        **{**WIDE, "hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 64},
+        num_kv_shared_layers=0,
+        laurel_rank=4,
+        sliding_window=4,
+    )
+    model = transformers.Gemma3nForCausalLM(text).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.05, 0.3)
+    model.save_pretrained(folder)
+    published = {
+        "architectures": ["Gemma3nForConditionalGeneration"],
+        "model_type": "gemma3n",
+        "text_config": json.loads((folder / "config.json").read_text()),
+        "audio_config": {"model_type": "gemma3n_audio"},
+        "vision_config": {"model_type": "gemma3n_vision"},
+    }
+    rewritten(folder, published, {"model.": "model.language_model."})
+    tensors = load_file(folder / "model.safetensors")
+    for name in ("model.vision_tower.a", "model.audio_tower.b", "model.embed_audio.c.weight"):
+        tensors[name] = torch.ones(2, 2)
+    save_file(tensors, folder / "model.safetensors")
+    check(model, folder, tmp_path)
 
 
 def test_a_qwen2_5_vl_as_it_was_published(tmp_path: Path) -> None:

@@ -118,6 +118,23 @@ def sparse_layers(fields: Fields, draw: random.Random) -> Fields:
     return {**fields, "mlp_layer_types": layers}
 
 
+def shared_keys(fields: Fields, draw: random.Random) -> Fields:
+    """As many layers that share keys as leave one of every kind before them."""
+    count, layers = fields["num_kv_shared_layers"], fields["layer_types"]
+    layers = [*layers[:-1], "full_attention"]  # as Gemma 4 does
+    while not {*layers[len(layers) - count :]} <= {*layers[: len(layers) - count]}:
+        count -= 1
+    # transformers needs the embeddings of every layer where layers share keys.
+    count = count if fields["hidden_size_per_layer_input"] else 0
+    more: Fields = {"num_kv_shared_layers": count, "layer_types": layers}
+    if "altup_num_inputs" in fields:
+        shares = [draw.choice((0.0, 0.5, 0.9)) for _ in layers]
+        more["activation_sparsity_pattern"] = shares
+    elif count and fields["enable_moe_block"]:
+        more["use_double_wide_mlp"] = False
+    return {**fields, **more}
+
+
 def both(*steps: Callable[[Fields, random.Random], Fields]) -> Callable[..., Fields]:
     def fitted(fields: Fields, draw: random.Random) -> Fields:
         for step in steps:
@@ -584,8 +601,13 @@ FAMILIES: dict[str, Family] = {
     ),
     "gemma4_text": Family(
         "Gemma4Text",
-        {"hidden_size_per_layer_input": 0},
+        {"vocab_size_per_layer_input": NO_END, "num_experts": 6, "moe_intermediate_size": 24},
         {
+            "hidden_size_per_layer_input": (0, 4, 8),
+            "num_kv_shared_layers": (0, 1, 2),
+            "use_double_wide_mlp": YES_NO,
+            "enable_moe_block": YES_NO,
+            "top_k_experts": (1, 2, 6),
             **{key: values for key, values in PLAIN.items() if key != "hidden_act"},
             "hidden_activation": ("gelu_pytorch_tanh", "silu"),
             "head_dim": (8, 12),
@@ -609,7 +631,31 @@ FAMILIES: dict[str, Family] = {
                 },
             ),
         },
-        WINDOWS,
+        both(WINDOWS, shared_keys),
+    ),
+    "gemma3n_text": Family(
+        "Gemma3nText",
+        {"vocab_size_per_layer_input": 50},
+        {
+            **{key: values for key, values in PLAIN.items() if key != "hidden_act"},
+            "hidden_activation": ("gelu_pytorch_tanh", "silu"),
+            "head_dim": (8, 12),
+            "attention_bias": YES_NO,
+            "hidden_size_per_layer_input": (4, 8),
+            "num_kv_shared_layers": (0, 1, 2),
+            "altup_num_inputs": (2, 3, 4),
+            "altup_active_idx": (0, 1),
+            "altup_correct_scale": YES_NO,
+            "laurel_rank": (4, 8),
+            "final_logit_softcapping": (3.0, 30.0),
+            "sliding_window": (7,),
+            "rope_parameters": (
+                None,
+                {"full_attention": DEFAULT, "sliding_attention": DEFAULT},
+                {"full_attention": LINEAR, "sliding_attention": DEFAULT},
+            ),
+        },
+        both(WINDOWS, shared_keys),
     ),
     "nanochat": Family(
         "NanoChat",
@@ -716,9 +762,16 @@ REFUSED: tuple[tuple[str, Fields, str], ...] = (
     ("afmoe", {"attention_bias": True}, "attention_bias is not supported"),
     (
         "gemma4_text",
-        {"hidden_size_per_layer_input": 8},
-        "hidden_size_per_layer_input is not supported",
+        {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 50},
+        "vocab_size_per_layer_input is not supported below vocab_size",
     ),
+    (
+        "gemma4_text",
+        {"use_bidirectional_attention": "all"},
+        "use_bidirectional_attention is not supported",
+    ),
+    ("gemma3n_text", {"attention_new_switch": 3}, "attention_new_switch"),
+    ("gemma4_text", {"attention_new_switch": 3}, "attention_new_switch"),
     (
         "granite_swa",
         {"rope_parameters": YARN, "layer_rope_theta": [50.0, 0], "num_hidden_layers": 2},

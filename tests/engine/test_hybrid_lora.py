@@ -32,6 +32,10 @@ MODULES = {
         *("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"),
         *("up_proj", "down_proj"),
     ),
+    "kimi_linear": (
+        *(*ATTENTION, "b_proj", "f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj"),
+        *("kv_a_proj_with_mqa", "kv_b_proj"),
+    ),
     "lfm2": ("q_proj", "k_proj", "in_proj", "out_proj", "w1", "w2"),
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import (
+    Gemma3nForCausalLM,
+    Gemma3nTextConfig,
     Gemma4ForCausalLM,
     Gemma4TextConfig,
     LlamaConfig,
@@ -24,6 +27,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.engine.engine import Engine, EngineSettings
+from launcher_scripts.engine.runner.loading import PREFILL_TOKENS
 from tests.checkpoint.exporting import export_folder
 from tests.checkpoint.tiny_models import LATER_DECODERS, LLAMA, LLAMA_31_ROPE, UNTIED
 
@@ -169,7 +173,72 @@ def save_gemma4(folder: Path) -> Gemma4ForCausalLM:
     return model
 
 
-MADE = {"nemotron-nas": save_nas, "gemma4_text": save_gemma4}
+GEMMA: dict[str, Any] = {
+    "vocab_size": 67,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "sliding_window": 7,
+    "max_position_embeddings": 128,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 67,
+    "num_kv_shared_layers": 3,
+}
+GEMMA4: dict[str, Any] = {**GEMMA, "global_head_dim": 16, "use_double_wide_mlp": True}
+
+
+def save_gemma4_inputs(folder: Path) -> PreTrainedModel:
+    """As E2B and E4B: embeddings of every layer, and the last half sharing keys and values."""
+    return saved(Gemma4ForCausalLM(Gemma4TextConfig(**GEMMA4)), folder)
+
+
+def save_gemma4_experts(folder: Path) -> PreTrainedModel:
+    """As 26B-A4B: experts beside the MLP, and values made of keys in layers without a window."""
+    values = GEMMA4 | {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}
+    values |= {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
+    experts = {"num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 24}
+    config = Gemma4TextConfig(**values, enable_moe_block=True, **experts)
+    return saved(Gemma4ForCausalLM(config), folder)
+
+
+def save_gemma3n(folder: Path) -> PreTrainedModel:
+    """With ids behind the table of every layer, which transformers takes for the first one."""
+    config = Gemma3nTextConfig(
+        **{
+            **GEMMA,
+            "vocab_size_per_layer_input": 60,
+            "intermediate_size": [48, 48, 64, 64, 48, 48],
+        },
+        laurel_rank=4,
+        activation_sparsity_pattern=[0.95, 0.5, 0.0, 0.0, 0.0, 0.0],
+    )
+    return saved(Gemma3nForCausalLM(config), folder)
+
+
+def saved(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
+    """The model with random weights, so that every term of its formulas shows."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.1 if parameter.dim() == 1 else 0.0, 0.4)
+    for name, values in model.named_buffers():
+        if name.endswith("layer_scalar"):
+            values.fill_(0.7)
+    model.eval().save_pretrained(folder)
+    return model
+
+
+MADE: dict[str, Callable[[Path], PreTrainedModel]] = {
+    "nemotron-nas": save_nas,
+    "gemma4_text": save_gemma4,
+    "gemma4_inputs": save_gemma4_inputs,
+    "gemma4_experts": save_gemma4_experts,
+    "gemma3n_text": save_gemma3n,
+}
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -201,3 +270,26 @@ def test_logits_and_tokens_are_those_of_transformers(
         context, expected = followed(model, prompt, ids)
         assert float((torch.as_tensor(answer.context_logits) - context).abs().max()) <= 2e-4
         assert ids == expected
+
+
+@pytest.mark.parametrize("name", ["gemma4_inputs", "gemma3n_text"])
+def test_a_stage_of_layers_that_all_share_gets_keys_and_values(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three stages: the last one reads keys of the first and of the second. Prompts come in
+    chunks, and the second begins with tokens that the first one left in the cache."""
+    monkeypatch.setitem(PREFILL_TOKENS, "cpu", 5)
+    model = MADE[name](tmp_path / "hf")
+    folder = export_folder(tmp_path / "hf", tmp_path)
+    engine = Engine.load(
+        EngineSettings(
+            folder, parallelism=Parallelism(1, 3), device="cpu", enable_prefix_caching=True
+        )
+    )
+    try:
+        for prompt in (LONG, (*LONG, 4, 2)):
+            request = GenerateRequest(prompt, LENGTH, end_id=NO_END)
+            ids = list(engine.submit(request).result(120).output_ids)
+            assert ids == followed(model, prompt, ids)[1]
+    finally:
+        engine.close()

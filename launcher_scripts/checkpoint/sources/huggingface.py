@@ -53,7 +53,11 @@ from launcher_scripts.checkpoint.sources.huggingface_raw import (
     text_name,
 )
 from launcher_scripts.checkpoint.sources.huggingface_raw import NOTE as IMAGES_NOTE
-from launcher_scripts.checkpoint.sources.huggingface_stacked_experts import separate_experts
+from launcher_scripts.checkpoint.sources.huggingface_stacked_experts import (
+    GEMMAS_WITH_INPUTS,
+    separate_experts,
+    tensors_of_layers,
+)
 from launcher_scripts.checkpoint.sources.locations import foreign_weights, listed_shards
 from launcher_scripts.checkpoint.tokenizers import tokenizer_files
 from launcher_scripts.common.errors import CheckpointError, Problems, problem
@@ -262,7 +266,8 @@ class HuggingFaceCheckpoint(FullTensors):
         tensors = {name: tensor for name, tensor in tensors.items() if 0 not in tensor.shape}
         widened = _widened(tensors, raw, archive)
         tensors = separate_experts(tensors, raw["model_type"], str(archive.path))
-        _share_values(tensors, raw)
+        if raw["model_type"] in GEMMAS_WITH_INPUTS:
+            tensors = tensors_of_layers(tensors, raw)
         tensors, predicts = _without_predictors(tensors, raw)
         if hints.encoder_only:
             tensors = {
@@ -385,14 +390,6 @@ def _widened(
     problems.raise_if_any(CheckpointError)
     check_no_weight_is_left(tensors)
     return [scheme.note for scheme in schemes if scheme.note]
-
-
-def _share_values(tensors: dict[str, SourceTensor], raw: Mapping[str, Any]) -> None:
-    """Give layers whose values are made of their keys' projection one of values."""
-    if raw["model_type"] != "gemma4_text" or not raw.get("attention_k_eq_v"):
-        return
-    for name in [name for name in tensors if ".self_attn.k_proj." in name]:
-        tensors.setdefault(name.replace("k_proj", "v_proj"), tensors[name])
 
 
 def _without_predictors(

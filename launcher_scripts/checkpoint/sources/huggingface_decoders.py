@@ -37,7 +37,6 @@ def decoder(raw: RawConfig, **fields: Any) -> GPTConfig:
         "num_heads": heads,
         "num_kv_heads": raw.size("num_key_value_heads", default=heads),
         "head_size": head_size,
-        "ffn_size": raw.size("intermediate_size"),
         "max_positions": raw.size("max_position_embeddings"),
         "normalization": "rmsnorm",
         "gated": True,
@@ -52,6 +51,7 @@ def decoder(raw: RawConfig, **fields: Any) -> GPTConfig:
         "norm_eps": lambda: {"norm_eps": raw.real("rms_norm_eps", 1e-6)},
         "activation": lambda: {"activation": raw.activation("hidden_act", "silu")},
         "attention_bias": lambda: {"attention_bias": raw.flag("attention_bias", False)},
+        "layer_ffn_sizes": lambda: {"ffn_size": raw.size("intermediate_size"), **fields},
         "mlp_bias": lambda: {"mlp_bias": raw.flag("mlp_bias", False)},
     }
     for name, read in readers.items():

@@ -60,22 +60,14 @@ def gemma3(raw: RawConfig) -> GPTConfig:
 
 
 def gemma4(raw: RawConfig) -> GPTConfig:
-    """The text model of a dense Gemma 4, whose heads have another size in layers without a window;
-    of those with embeddings of every layer, shared keys or experts beside the MLP none is served.
-    """
-    raw.unused("vocab_size_per_layer_input", "use_double_wide_mlp")
-    raw.unused("moe_intermediate_size", "num_experts", "top_k_experts")
-    raw.only(num_kv_shared_layers=0, enable_moe_block=False)
+    """The text model of a Gemma 4, whose heads have another size in layers without a window."""
     if raw("use_bidirectional_attention", default=None) != "vision":
         raw.only(use_bidirectional_attention=None)
-    inputs = raw.size("hidden_size_per_layer_input", default=256, minimum=0)
-    if inputs:
-        text = "hidden_size_per_layer_input is not supported"
-        raw.problems.add(text, got=inputs, choices=(0,))
     raw.defaults(head_dim=256, sliding_window=512)
     last = raw.layers("num_hidden_layers") - 1
     fields = windows(raw, lambda layer: (layer + 1) % 6 == 0 or layer == last)
     size, sizes, groups = _gemma4_heads(raw, (unwindowed(raw, fields) or "").split(","))
+    shared = _shared_keys(raw, fields, 0)
     return decoder(
         raw,
         head_size=size,
@@ -90,8 +82,112 @@ def gemma4(raw: RawConfig) -> GPTConfig:
         logits_softcap=raw.real("final_logit_softcapping", 0.0) or None,
         layer_head_sizes=layer_list(sizes),
         layer_num_kv_heads=layer_list(groups),
+        layer_input_size=_layer_inputs(raw, raw.size("vocab_size")),
+        **_gemma4_experts(raw, shared),
         **_gemma4_turns(raw, size),
         **fields,
+        **shared,
+    )
+
+
+def _shared_keys(raw: RawConfig, fields: Fields, default: int) -> Fields:
+    """The last layers attend to the keys and values of the last one of their kind before them.
+
+    fields: those of windows
+    """
+    count = raw.layers("num_hidden_layers")
+    shared = raw.size("num_kv_shared_layers", default=default, minimum=0)
+    if not shared:
+        return {}
+    full = (unwindowed(raw, fields) or "").split(",")
+    first, sources = count - shared, [*range(count)]
+    for layer in range(max(first, 0), count):
+        kind = str(layer) in full
+        earlier = [n for n in range(max(first, 0)) if (str(n) in full) == kind]
+        if not earlier:
+            text = "num_kv_shared_layers leaves no layer with keys of each kind"
+            raw.problems.add(text, got=shared, choices=(f"0-{count - 1}",))
+            return {}
+        sources[layer] = earlier[-1]
+    return {"layer_kv_sources": layer_list(sources)}
+
+
+def _layer_inputs(raw: RawConfig, needed: int) -> int | None:
+    """The size of layers' inputs; needed: the least ids that their tables have"""
+    size = raw.size("hidden_size_per_layer_input", default=256, minimum=0)
+    rows = raw.size("vocab_size_per_layer_input", default=262144)
+    if size and rows < needed:
+        text = "vocab_size_per_layer_input is not supported below vocab_size"
+        raw.problems.add(text, got=rows, choices=(needed,))
+    return size or None
+
+
+def _gemma4_experts(raw: RawConfig, shared: Fields) -> Fields:
+    """Experts beside the MLP, and MLPs of double width in layers that share keys."""
+    width, wide = raw.size("intermediate_size"), raw.flag("use_double_wide_mlp", False)
+    if not raw.flag("enable_moe_block", False):
+        raw.unused("moe_intermediate_size", "num_experts", "top_k_experts")
+        if not (wide and shared):
+            return {}
+        sources = map(int, shared["layer_kv_sources"].split(","))
+        sizes = (width if source == layer else 2 * width for layer, source in enumerate(sources))
+        return {"ffn_size": width, "layer_ffn_sizes": layer_list(sizes)}
+    if shared:
+        raw.only(use_double_wide_mlp=False)
+    return {
+        "ffn_size": raw.size("moe_intermediate_size"),
+        "shared_expert_size": width,
+        "shared_expert_gate": False,
+        "num_experts": raw.size("num_experts"),
+        "experts_per_token": raw.size("top_k_experts"),
+        "normalized_experts": True,
+        "expert_norms": True,
+    }
+
+
+def gemma3n(raw: RawConfig) -> GPTConfig:
+    """The text model of a Gemma 3n."""
+    raw.unused("altup_coef_clip")  # of the training
+    raw.defaults(head_dim=256, rope_theta=1e6, sliding_window=512, num_key_value_heads=2)
+    count = raw.layers("num_hidden_layers")
+    fields = windows(raw, lambda layer: (layer + 1) % 5 == 0)
+    turns, local_base = two_ropes(raw, head_size_of(raw), 10000.0)
+    if local_base is None:
+        local_base = raw.real("rope_local_base_freq", 10000.0)
+    sizes: list[int] = []
+    if isinstance(raw.raw.get("intermediate_size"), list):
+        sizes = [*map(int, raw.numbers("intermediate_size", count))]
+    pattern = raw("activation_sparsity_pattern", default=None)
+    if pattern is None:
+        sparsities = [0.95 if count > 10 and layer < 10 else 0.0 for layer in range(count)]
+    else:
+        sparsities = raw.numbers("activation_sparsity_pattern", count)
+    if not all(0 <= value < 1 for value in sparsities):
+        text = "activation_sparsity_pattern must be from 0 to below 1"
+        raw.problems.add(text, got=pattern)
+        sparsities = [0.0] * count
+    streams = raw.size("altup_num_inputs", default=4, minimum=2)
+    return decoder(
+        raw,
+        **({"ffn_size": max(sizes), "layer_ffn_sizes": layer_list(sizes)} if sizes else {}),
+        embedding_scale=math.sqrt(raw.size("hidden_size")),
+        activation=raw.activation("hidden_activation", "gelu_pytorch_tanh"),
+        mlp_bias=False,
+        qk_norm=True,
+        value_norm=True,
+        norm_placement="sandwich",
+        softmax_scale=1.0,
+        logits_softcap=raw.real("final_logit_softcapping", 30.0) or None,
+        rotary_local_base=local_base,
+        layer_input_size=_layer_inputs(raw, 1),
+        num_streams=streams,
+        active_stream=raw.size("altup_active_idx", default=0, minimum=0),
+        scaled_stream=raw.flag("altup_correct_scale", True),
+        laurel_rank=raw.size("laurel_rank", default=64),
+        layer_sparsities=as_text(sparsities) if any(sparsities) else None,
+        **turns,
+        **fields,
+        **_shared_keys(raw, fields, 15),
     )
 
 

@@ -386,6 +386,7 @@ MULTIMODAL = {
             "max_position_embeddings": 131072,
         },
     ),
+    "gemma3n": Multimodal("gemma3n_text"),
     "gemma4": Multimodal("gemma4_text"),
     "idefics3": Multimodal(),
     "internvl": Multimodal(),

@@ -18,8 +18,14 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor, Workspace, float32
+from launcher_scripts.checkpoint.formats.source_tensor import (
+    Piece,
+    SourceTensor,
+    Workspace,
+    float32,
+)
 from launcher_scripts.checkpoint.layout.source_checkpoint import renamed
+from launcher_scripts.checkpoint.sources.huggingface_raw import MAX_LAYERS
 from launcher_scripts.common.errors import Problems
 
 _EXPERTS = ".mlp.experts."
@@ -36,6 +42,8 @@ _STACKED = {
     (".mlp", ".experts.down_proj"): ("down_proj",),
     (".feed_forward", ".experts.gate_up_proj"): ("gate_proj", "up_proj"),
     (".feed_forward", ".experts.down_proj"): ("down_proj",),
+    ("", ".experts.gate_up_proj"): ("gate_proj", "up_proj"),
+    ("", ".experts.down_proj"): ("down_proj",),
 }
 # Model types whose files hold them so -> the ends of the names of such tensors.
 _LINEARS = (".input_linear.weight", ".output_linear.weight")
@@ -313,3 +321,55 @@ def _outputs(name: str, outputs: int, alternate: bool) -> dict[str, slice]:
         part: slice(index, None, step) if alternate else slice(index * size, (index + 1) * size)
         for index, part in enumerate(parts)
     }
+
+
+# Model types whose tables of all layers are read as every layer's own.
+GEMMAS_WITH_INPUTS = ("gemma4_text", "gemma3n_text")
+_TABLE, _PROJECTION = "embed_tokens_per_layer.weight", "per_layer_model_projection.weight"
+_NORM = "per_layer_projection_norm.weight"
+_OF_KEYS = (".self_attn.k_proj.", ".self_attn.v_proj.", ".self_attn.k_norm.")
+
+
+def tensors_of_layers(
+    tensors: Mapping[str, SourceTensor], raw: Mapping[str, Any]
+) -> dict[str, SourceTensor]:
+    """Tables of all layers as those of every one, a value's projection where it is the key's, and
+    neither of layers that share keys.
+    """
+    count, shared = raw.get("num_hidden_layers"), raw.get("num_kv_shared_layers", 0)
+    if type(count) is not int or type(shared) is not int or not 0 <= count <= MAX_LAYERS:
+        return dict(tensors)
+    result = {
+        name: value for name, value in tensors.items() if not _is_shared(name, count - shared)
+    }
+    if raw.get("attention_k_eq_v"):
+        for name in [name for name in result if ".self_attn.k_proj." in name]:
+            result.setdefault(name.replace("k_proj", "v_proj"), result[name])
+    table, projection, norm = (result.get(name) for name in (_TABLE, _PROJECTION, _NORM))
+    if table is None or projection is None or norm is None:
+        return result
+    size = norm.shape[0] if norm.shape else 0
+    if len(table.shape) != 2 or {table.shape[1], projection.shape[0]} != {count * size}:
+        return result
+    for name in (_TABLE, _PROJECTION, _NORM):
+        del result[name]
+    # Ids behind the table's are read as the first one.
+    rows, whole, made = raw.get("vocab_size"), table.read(), projection.read()
+    more = max(rows - len(whole), 0) if type(rows) is int and rows < 1 << 24 else 0
+    for layer in range(count):
+        part = slice(layer * size, (layer + 1) * size)
+        values = SourceTensor.full(whole[: len(whole) if more else rows, part])
+        if more:
+            first = np.repeat(whole[:1, part], more, axis=0)
+            pieces = (Piece((0, 0), whole[:, part]), Piece((len(whole), 0), first))
+            values = SourceTensor((len(whole) + more, size), whole.dtype, pieces)
+        result[f"layers.{layer}.per_layer_table"] = values
+        result[f"layers.{layer}.{_PROJECTION}"] = SourceTensor.full(made[part])
+        result[f"layers.{layer}.{_NORM}"] = norm
+    return result
+
+
+def _is_shared(name: str, first: int) -> bool:
+    """True for a tensor of keys or values in a layer from `first` on."""
+    layer = re.match(r"layers\.(\d+)\.", name)
+    return layer is not None and int(layer[1]) >= first and any(part in name for part in _OF_KEYS)

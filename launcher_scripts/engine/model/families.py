@@ -8,10 +8,12 @@ from importlib.util import find_spec
 from typing import Any
 
 from launcher_scripts import kernels
+from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.engine.messages.plan import Bounds
 from launcher_scripts.engine.model.gpt_weights import AgmWeightLoader, GPTWeightLoader
 from launcher_scripts.engine.model.kv_cache import LayerStates, TokenState
 from launcher_scripts.engine.model.recurrent import row_states
+from launcher_scripts.engine.model.side_streams import shared_layers
 from launcher_scripts.engine.model.t5_weights import BartWeightLoader, T5WeightLoader
 from launcher_scripts.engine.model.weight_loader import WeightLoader
 from launcher_scripts.kernels import reference
@@ -89,7 +91,7 @@ def _keys_and_values(heads: Heads) -> LayerStates:
 def _gpt_states(config: GPTConfig, layer: int, tp_size: int) -> LayerStates:
     """Those of the layer's branches."""
     token = None
-    if config.has_branch(layer, "attention"):
+    if config.has_branch(layer, "attention") and config.has_keys(layer):
         token = _keys_and_values(_gpt_heads(config.of_layer(layer), tp_size)).token
         if config.kv_lora_rank is not None:  # every rank keeps the whole latent vector
             token = TokenState(1, 1, config.kv_down_size)
@@ -160,6 +162,18 @@ FAMILIES = {
         lambda _: Bounds(RELATIVE_ROW_TOKENS),
     ),
 }
+
+
+def stage_states(
+    config: ModelConfig, parallelism: Parallelism, pp_rank: int, tp_size: int
+) -> dict[int, LayerStates]:
+    """Return what a rank keeps of a row by layers: its stage's own, and earlier ones that this or
+    later stages attend to.
+    """
+    family = engine_family(config)
+    layers = parallelism.layers(family.cached_layers(config), pp_rank)
+    earlier, _ = shared_layers(config, layers)
+    return {layer: family.states(config, layer, tp_size) for layer in (*earlier, *layers)}
 
 
 def engine_family(config: ModelConfig) -> EngineFamily:

@@ -22,7 +22,8 @@ from launcher_scripts.engine.model.layers import (
     SelfAttention,
     SourceRows,
 )
-from launcher_scripts.engine.model.weights import StackWeights, scaled
+from launcher_scripts.engine.model.side_streams import SideStreams
+from launcher_scripts.engine.model.weights import Embedding, StackWeights, scaled
 from launcher_scripts.kernels.operands import Hidden, Spans, StepRows, VarlenBatch
 from launcher_scripts.kernels.ops import Ops
 
@@ -64,8 +65,10 @@ class Stack:
         kernels: Ops,
         communicator: Communicator,
         device: torch.device,
+        side: SideStreams | None = None,
     ) -> None:
         self.embedding = weights.embedding
+        self._side = side
         self.layers = layers
         self.sublayers = [sublayer for layer in layers for sublayer in layer.sublayers]
         self._prompt_tables = weights.prompt_tables
@@ -82,11 +85,20 @@ class Stack:
 
         rows: prompt and tokens of every row, where one may have virtual tokens
         """
-        embedding, kernels = self.embedding, self._kernels
-        if embedding is None:
-            shape = ids.shape[0], self._hidden_size
-            received = torch.empty(shape, dtype=torch.float32, device=self._device)
-            return self._communicator.from_previous_stage(received)
+        if self.embedding is not None:
+            return self._embedded(self.embedding, ids, positions, rows)
+        width = self._hidden_size if self._side is None else self._side.received_size
+        received = torch.empty(ids.shape[0], width, dtype=torch.float32, device=self._device)
+        return self._communicator.from_previous_stage(received)
+
+    def _embedded(
+        self,
+        embedding: Embedding,
+        ids: Tensor,
+        positions: Tensor,
+        rows: Sequence[tuple[Prompt | None, int]] = (),
+    ) -> Tensor:
+        kernels = self._kernels
         embedded = kernels.embed(ids, embedding.tokens, embedding.first_id)
         x = kernels.sum_over_ranks(embedded, self._communicator)
         x = x if embedding.scale is None else x * embedding.scale
@@ -103,9 +115,17 @@ class Stack:
         rows: Sequence[tuple[Prompt | None, int]] = (),
     ) -> Tensor:
         """Float32 [N, hidden] after the stage's last layer, also sent on; as in `embed`."""
-        x = self.embed(ids, positions, rows)
+        x, side = self.embed(ids, positions, rows), self._side
+        if side is not None:
+            if not isinstance(context, CacheContext):
+                raise TypeError("side streams are of layers with a cache")
+            own = x if side.embedding is None else self._embedded(side.embedding, ids, positions)
+            x = side.enter(x, context.slots, embedded=self.embedding is not None)
+            context = replace(context, tokens=(ids, own))
         for sublayer in self.sublayers:
             x = sublayer.forward(x, context)
+        if side is not None and isinstance(context, CacheContext):
+            x = side.leave(x, context.slots, is_last=self._communicator.is_last_stage)
         if not self._communicator.is_last_stage:
             self._communicator.to_next_stage(x)
         return x

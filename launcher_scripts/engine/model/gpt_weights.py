@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from launcher_scripts.engine.model.recurrent import (
     RecurrentWeights,
 )
 from launcher_scripts.engine.model.rotary import relative_bias
+from launcher_scripts.engine.model.side_streams import SideStreamLoader
 from launcher_scripts.engine.model.weight_loader import (
     WeightLoader,
     scaled_lora,
@@ -51,7 +53,7 @@ from launcher_scripts.models.gpt import GPTConfig
 from launcher_scripts.models.gpt_dialects import EXPERT_BIAS
 
 
-class GPTWeightLoader(WeightLoader):
+class GPTWeightLoader(SideStreamLoader):
     """See WeightLoader."""
 
     config: GPTConfig
@@ -59,11 +61,15 @@ class GPTWeightLoader(WeightLoader):
     def load(self) -> ModelWeights:
         """See WeightLoader."""
         config, first, last = self.config, self.is_first_stage, self.is_last_stage
-        table = self._table("wte") if first or (last and config.tied_embeddings) else None
+        inputs = bool(config.layer_input_size)
+        needs_table = first or inputs or (last and config.tied_embeddings)
+        table = self._table("wte") if needs_table else None
+        embedding = self._embedding(table) if (first or inputs) and table is not None else None
         decoder = StackWeights(
-            self._embedding(table) if first and table is not None else None,
+            embedding if first else None,
             {layer: self._layer(layer) for layer in self._local(config.num_layers)},
             self._prompt_tables() if first else (),
+            self._side(None if first else embedding),
         )
         head = self._head(table) if last else None
         return ModelWeights(config, decoder, head, loras=self.loras)
@@ -95,20 +101,22 @@ class GPTWeightLoader(WeightLoader):
         if self.config.layer_scale and branches:
             scale = float(self._tensor("layers.*.scale", torch.float32, layer))
             branches[-1] = [replace(weights, scale=scale) for weights in branches[-1]]
-        return LayerWeights(tuple(map(tuple, branches)))
+        return LayerWeights(tuple(map(tuple, branches)), self._streams(layer))
 
     def _branch(self, kind: str, layer: int) -> SublayerWeights:
         """A branch of a kind of BRANCHES."""
         readers: dict[str, Callable[[int], SublayerWeights]] = {
             "attention": self._attention,
-            "linear": self._linear_branch,
-            "linear_mlp": self._linear_branch_of_mlp,
+            "linear": partial(self._square, "attention.linear", "input_layernorm"),
+            "linear_mlp": partial(self._square, "mlp.linear", "post_attention_layernorm"),
             "mlp": self._plain_mlp,
             "moe": self._experts,
             "mamba2": self._mamba2,
             "gated_delta": self._gated_delta,
             "kimi_delta": self._kimi_delta,
             "short_conv": self._short_conv,
+            "layer_input": self._layer_input,
+            "laurel": self._laurel,
         }
         return readers[kind](layer)
 
@@ -125,6 +133,7 @@ class GPTWeightLoader(WeightLoader):
         config = self.config.of_layer(layer)
         width = config.local_size("q_size", self.parallelism.tp_size)
         of_kind = self._plain if config.kv_lora_rank is None else self._latent_attention
+        of_kind = of_kind if config.has_keys(layer) else self._sharing
         return of_kind(
             layer,
             before,
@@ -138,14 +147,8 @@ class GPTWeightLoader(WeightLoader):
             lora_out=self.lora(["attention.dense"], layer, config.attention_output_scale),
         )
 
-    def _linear_branch(self, layer: int) -> LinearWeights:
-        return self._square("layers.*.attention.linear", "input_layernorm", layer)
-
-    def _linear_branch_of_mlp(self, layer: int) -> LinearWeights:
-        return self._square("layers.*.mlp.linear", "post_attention_layernorm", layer)
-
     def _square(self, name: str, norm: str, layer: int) -> LinearWeights:
-        linear = self._linear(name, layer)
+        linear = self._linear(f"layers.*.{name}", layer)
         before, _ = self._norms(norm, layer)
         return LinearWeights(in_proj=replace(linear, norm=before), out_proj=linear)
 
@@ -189,9 +192,13 @@ class GPTWeightLoader(WeightLoader):
         stem = "layers.*.kimi_delta"
         norm, _ = self._norms("input_layernorm", layer)
         rates = -self._summed(f"{stem}.A_log", layer).exp()
-        parts = [f"{stem}.{name}" for name in ("in_proj", "decay_down", "gate_down")]
+        parts = [f"kimi_delta.{name}" for name in ("in_proj", "decay_down", "gate_down")]
         return KimiDeltaWeights(
-            in_proj=self._joined(parts, layer, norm),
+            in_proj=self._joined([f"layers.*.{part}" for part in parts], layer, norm),
+            lora_in=self.lora(parts, layer),
+            lora_out=self.lora(["kimi_delta.out_proj"], layer),
+            lora_decay_up=self.lora(["kimi_delta.decay_up"], layer),
+            lora_gate_up=self.lora(["kimi_delta.gate_up"], layer),
             out_proj=self._linear(f"{stem}.out_proj", layer),
             decay_up=self._linear(f"{stem}.decay_up", layer),
             gate_up=self._linear(f"{stem}.gate_up", layer),
@@ -245,7 +252,7 @@ class GPTWeightLoader(WeightLoader):
         scales = None if scale is None else ",".join([str(scale), *["1"] * (len(ups) - 1)])
         before, after = self._norms("post_attention_layernorm", layer)
         return replace(
-            self._mlp(mlp, layer, before),
+            self._cut(self._mlp(mlp, layer, before), layer),
             output_norm=self._output_norm(mlp, layer),
             norm=after,
             ia3=self._ia3([mlp], layer),
@@ -396,7 +403,7 @@ class GPTWeightLoader(WeightLoader):
                 scale = self._unquantized("layers.*.mlp.shared_expert_gate", layer)
             factor = config.shared_expert_scale or 1.0
             shared = SharedExpert(self._mlp("layers.*.mlp.shared_expert", layer), scale, factor)
-        return Experts(
+        result = Experts(
             router=self._router(layer),
             in_proj=stacked("dense_h_to_4h", norm),
             gate=stacked("dense_h_to_4h_2") if config.gated else None,
@@ -407,6 +414,7 @@ class GPTWeightLoader(WeightLoader):
             latent_out=self._latent("out", layer),
             scale_input=bool(config.experts_scale_input),
         )
+        return self._normed_experts(result, layer)
 
     def _latent(self, side: str, layer: int) -> Linear | None:
         if self.config.moe_latent_size is None:

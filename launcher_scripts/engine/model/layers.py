@@ -120,11 +120,13 @@ class ForwardContext(ABC, Generic[Stream]):
     rotary:    of the new tokens' positions; of a StepContext, of all positions
     ia3_tasks: [N], each token's row of the IA3 factors; None without IA3
     lora_adapters: int64 [N], each token's LoRA adapter, NO_TASK: none; None where no token has one
+    tokens:    ids [N] and their embeddings [N, hidden], where layers read them
     """
 
     rotary: RotaryTables = (None,)
     ia3_tasks: Tensor | None = None
     lora_adapters: Tensor | None = None
+    tokens: tuple[Tensor, Tensor] | None = None
 
     @abstractmethod
     def attend(self, x: Stream, layer: SelfAttention) -> Tensor:
@@ -251,11 +253,7 @@ class Sublayer(ABC):
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """Common options of a layer's attentions.
-
-    cache:  of the layer; an encoder's holds no tokens
-    scores: without what the weights add to them
-    """
+    """Common options of a layer's attentions; an encoder's cache holds no tokens."""
 
     cache: LayerCache
     heads: Heads
@@ -485,10 +483,13 @@ class Layer:
     """
 
     branches: tuple[tuple[Sublayer, ...], ...]
+    combined: ParallelSublayers | None = None
 
     @property
     def sublayers(self) -> list[Sublayer | ParallelSublayers]:
         """In their order."""
+        if self.combined is not None:
+            return [self.combined]
         return [ParallelSublayers(*both) if both[1:] else both[0] for both in self.branches]
 
     def of_kind(self, kind: type[Branch]) -> list[Branch]:

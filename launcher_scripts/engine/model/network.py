@@ -52,6 +52,21 @@ from launcher_scripts.engine.model.rotary import (
     rotary_tables,
     table_of,
 )
+from launcher_scripts.engine.model.side_streams import (
+    CutMLP,
+    CutMLPWeights,
+    Laurel,
+    LaurelWeights,
+    LayerInput,
+    LayerInputWeights,
+    NormedExperts,
+    NormedMixture,
+    SharingAttention,
+    SharingAttentionWeights,
+    SideStreams,
+    shared_layers,
+    with_streams,
+)
 from launcher_scripts.engine.model.weights import (
     AttentionWeights,
     CrossAttentionWeights,
@@ -71,6 +86,7 @@ from launcher_scripts.kernels.operands import (
 )
 from launcher_scripts.kernels.ops import Ops
 from launcher_scripts.models.family import ModelConfig
+from launcher_scripts.models.gpt import GPTConfig
 
 
 @dataclass(frozen=True)
@@ -158,7 +174,8 @@ class Network:
             self._layer(layer, layer_weights)
             for layer, layer_weights in weights.decoder.layers.items()
         ]
-        self._decoder = Stack(weights.decoder, layers, config.hidden_size, *shared)
+        side = self._side_streams()
+        self._decoder = Stack(weights.decoder, layers, config.hidden_size, *shared, side)
         self._readers = [reader for layer in layers for reader in layer.of_kind(CrossAttention)]
         self.step_unsupported_reasons = unsupported_reasons(
             config, weights.decoder.layers.values(), communicator.tp_size
@@ -307,17 +324,37 @@ class Network:
         return self._decoder.forward(ids, positions, context, rows)
 
     def _layer(self, layer: int, weights: LayerWeights) -> Layer:
-        return Layer(
+        result = Layer(
             tuple(tuple(self._branch(layer, item) for item in both) for both in weights.branches)
         )
+        return replace(result, combined=with_streams(weights, result.sublayers, self.kernels))
+
+    def _side_streams(self) -> SideStreams | None:
+        decoder, config = self.weights.decoder, self.config
+        if decoder.side is None:
+            return None
+        layers = range(min(decoder.layers), max(decoder.layers) + 1)
+        received, sent = (
+            [self.cache.layers[layer] for layer in numbers]
+            for numbers in shared_layers(config, layers)
+        )
+        return SideStreams(decoder.side, config.hidden_size, (received, sent), self.kernels)
 
     def _branch(self, layer: int, weights: SublayerWeights) -> Sublayer:
         """The branch of a layer that such weights are of: a row for each kind."""
         config, shared = self.weights.config, (self.kernels, self.communicator)
+        if isinstance(weights, NormedExperts):
+            return NormedMixture(weights, *shared, config.activation)
         if isinstance(weights, Experts):
             return MixtureOfExperts(weights, *shared, config.activation)
         if isinstance(weights, LinearWeights):
             return LinearBranch(weights, *shared)
+        if isinstance(weights, LaurelWeights):
+            return Laurel(weights, *shared)
+        if isinstance(weights, LayerInputWeights):
+            return LayerInput(weights, *shared, config.activation)
+        if isinstance(weights, CutMLPWeights):
+            return CutMLP(weights, *shared, config.activation)
         if isinstance(weights, MLPWeights):
             return MLP(weights, *shared, config.activation)
         if isinstance(weights, AttentionWeights):
@@ -325,6 +362,8 @@ class Network:
             options = self._attention_options(layer)
             if isinstance(weights, LatentAttentionWeights):
                 return LatentAttention(weights, *shared, options, window=window, table=table)
+            if isinstance(weights, SharingAttentionWeights):
+                return SharingAttention(weights, *shared, options, window=window, table=table)
             return SelfAttention(weights, *shared, options, window=window, table=table)
         if isinstance(weights, CrossAttentionWeights):
             return CrossAttention(weights, *shared, self._attention_options(layer))
@@ -340,7 +379,8 @@ class Network:
         scores = AttentionScores(scale, config.attention_softcap, self._slopes(layer))
         local = config.of_layer(layer)
         heads = engine_family(config).heads(local, self.communicator.tp_size)
-        return AttentionOptions(self.cache.layers[layer], heads, scores)
+        source = config.kv_source(layer) if isinstance(config, GPTConfig) else layer
+        return AttentionOptions(self.cache.layers[source], heads, scores)
 
     def _decode_step(self) -> DecodeStep | None:
         if not self.weights.decoder.layers or self.step_unsupported_reasons:

@@ -15,7 +15,7 @@ from launcher_scripts.engine.distributed.communicator import Communicator
 from launcher_scripts.engine.model.kv_cache import RowState
 from launcher_scripts.engine.model.layers import Chunk, ForwardContext, Input, Sublayer
 from launcher_scripts.engine.model.weights import SublayerWeights
-from launcher_scripts.kernels.operands import Linear
+from launcher_scripts.kernels.operands import Linear, LoRA
 from launcher_scripts.kernels.ops import Ops
 from launcher_scripts.kernels.reference_recurrence import (
     ConvOperands,
@@ -56,10 +56,13 @@ class KimiDeltaWeights(DeltaWeights):
     and b, and what decay_up and gate_up read.
 
     rates: [heads, 1];  step_bias: [heads, key size]
+    lora_decay_up, lora_gate_up: what adapters add to them
     """
 
     decay_up: Linear
     gate_up: Linear
+    lora_decay_up: LoRA | None = None
+    lora_gate_up: LoRA | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,8 +271,13 @@ class KimiDelta(GatedDelta):
         decay, gate = w.decay_up.weight.shape[1], w.gate_up.weight.shape[1]
         widths = [projected.shape[1] - decay - gate, decay, gate]
         mixed, of_decay, of_gate = (part.contiguous() for part in projected.split(widths, dim=1))
-        decays = self.kernels.project(of_decay, w.decay_up)
-        expanded = torch.cat([mixed, decays, self.kernels.project(of_gate, w.gate_up)], dim=1)
+        decays = self.kernels.project(
+            of_decay, w.decay_up.with_lora(w.lora_decay_up, context.lora_adapters)
+        )
+        gates = self.kernels.project(
+            of_gate, w.gate_up.with_lora(w.lora_gate_up, context.lora_adapters)
+        )
+        expanded = torch.cat([mixed, decays, gates], dim=1)
         return context.recur(expanded, self).to(self.out_proj.dtype)
 
 

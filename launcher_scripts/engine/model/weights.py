@@ -184,9 +184,11 @@ class LayerWeights:
     """One layer: residual branches one after the other, some of them side by side.
 
     branches: those of one entry read the same hidden states
+    streams:  where there are several hidden states of a token
     """
 
     branches: tuple[tuple[SublayerWeights, ...], ...]
+    streams: StreamWeights | None = None
 
     @classmethod
     def of(cls, *sublayers: SublayerWeights) -> LayerWeights:
@@ -213,6 +215,28 @@ class LayerWeights:
 
 
 @dataclass(frozen=True)
+class StreamWeights:
+    """A layer's mixing of a token's hidden states, float32 [out, in]; active: the one it reads."""
+
+    norm: Norm
+    router: Tensor
+    prediction: Tensor
+    correction: Tensor
+    scale: Tensor | None
+    active: int
+
+
+@dataclass(frozen=True)
+class SideWeights:
+    """Projections of an embedding to the other streams and back; a later stage's embedding."""
+
+    streams: int
+    inputs: tuple[Linear, ...]
+    outputs: tuple[Linear, ...]
+    embedding: Embedding | None
+
+
+@dataclass(frozen=True)
 class StackWeights:
     """The layers of one pipeline stage of a decoder or an encoder, by their global number.
 
@@ -222,6 +246,7 @@ class StackWeights:
     embedding: Embedding | None
     layers: dict[int, LayerWeights]
     prompt_tables: tuple[Tensor, ...] = ()
+    side: SideWeights | None = None
 
 
 LoRAKey = tuple[tuple[str, ...], int, str | float | None]

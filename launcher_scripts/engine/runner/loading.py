@@ -27,7 +27,12 @@ from launcher_scripts.contract.contracts import CONTRACTS
 from launcher_scripts.engine.distributed.communicator import Communicator
 from launcher_scripts.engine.distributed.heartbeat import RankProgress
 from launcher_scripts.engine.messages.message import Message, RankInfo
-from launcher_scripts.engine.model.families import FAMILIES, engine_family, kernels_for
+from launcher_scripts.engine.model.families import (
+    FAMILIES,
+    engine_family,
+    kernels_for,
+    stage_states,
+)
 from launcher_scripts.engine.model.forward_context import StepGraphs
 from launcher_scripts.engine.model.kv_cache import (
     KVCache,
@@ -453,6 +458,5 @@ def _states(
     config: ModelConfig, settings: EngineSettings, communicator: Communicator
 ) -> dict[int, LayerStates]:
     """What a rank keeps of a row, layer by layer."""
-    family = engine_family(config)
-    layers = settings.parallelism.layers(family.cached_layers(config), communicator.pp_rank)
-    return {layer: family.states(config, layer, communicator.tp_size) for layer in layers}
+    parallelism, rank = settings.parallelism, communicator.pp_rank
+    return stage_states(config, parallelism, rank, communicator.tp_size)

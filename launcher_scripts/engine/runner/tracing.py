@@ -21,7 +21,7 @@ from launcher_scripts.checkpoint.verification import full_tensor
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.engine.distributed.communicator import Communicator
 from launcher_scripts.engine.model.decode_step import DecodeStep
-from launcher_scripts.engine.model.families import engine_family, kernels_for
+from launcher_scripts.engine.model.families import engine_family, kernels_for, stage_states
 from launcher_scripts.engine.model.forward_context import PrefillContext
 from launcher_scripts.engine.model.kv_cache import KVCache, RowStatePool
 from launcher_scripts.engine.model.layers import (
@@ -261,8 +261,7 @@ class TracedModel:
     def _load(self, number: int) -> _Stage:
         config, family = self.config, self._family
         loader = family.loader(config, self._parallelism, number, torch.float32, CPU, self._read)
-        layers = self._parallelism.layers(family.cached_layers(config), number)
-        states = {layer: family.states(config, layer, 1) for layer in layers}
+        states = stage_states(config, self._parallelism, number, 1)
         rows = RowStatePool(states, 1, 1, torch.float32, CPU)
         cache = KVCache(states, 2 * self._max_tokens, torch.float32, CPU, rows)
         return _Stage(self._steps, loader.load(), cache, kernels_for("cpu"), Communicator(), CPU)
