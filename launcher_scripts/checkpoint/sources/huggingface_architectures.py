@@ -212,8 +212,7 @@ OBEYED = {
             *("granitemoehybrid", "nemotron_h", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
             *("afmoe", "apertus", "cohere2_moe", "flex_olmo", "granite_swa", "granitemoe_swa"),
             *("hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "llama4_text", "mimo_v2_flash"),
-            *("nanochat", "phimoe", "gemma3n_text", "gemma4_text", "kimi_linear"),
-            *_LATENT,
+            *("nanochat", "phimoe", "gemma3n_text", "gemma4_text", "kimi_linear", *_LATENT),
         ),
     ),
     "mlp_bias": Obeyed(
