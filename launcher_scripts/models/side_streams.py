@@ -63,7 +63,7 @@ class StreamSizes(ModelConfig):
         return (*result, ("layer_input",)) if self.layer_input_size else result
 
     @property
-    def branch_kinds(self) -> frozenset[str]:  # type: ignore[override]
+    def branch_kinds(self) -> frozenset[str]:
         """See ModelConfig."""
         more = ["layer_input"] * bool(self.layer_input_size) + ["laurel"] * bool(self.laurel_rank)
         return super().branch_kinds | {*more}

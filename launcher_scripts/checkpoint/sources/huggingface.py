@@ -211,6 +211,8 @@ GENERATION_KEYS = ("forced_bos_token_id",)
 TOKENIZER_CONFIG = OPTIONAL_FILES[1]
 DECODER = ("decoder.", "lm_head.")
 PREFIXES = ("transformer.", "model.", "gpt_neox.", "backbone.")
+# A module of a Kimi Linear in memory, and in the files of transformers 5.
+_KIMI_IN_MEMORY = (".self_attn.forget_gate.", ".self_attn.")
 # Endings of names that are not weights; the last ones lie in the first T5s and BARTs, unused.
 BUFFERS = (
     ".attn.bias",
@@ -371,7 +373,8 @@ def _weight_name(name: str, reads_images: bool) -> str | None:
 
 def without_prefix(name: str) -> str:
     """A tensor's or a module's name as the weight table has it."""
-    return next((name.removeprefix(p) for p in PREFIXES if name.startswith(p)), name)
+    plain = next((name.removeprefix(p) for p in PREFIXES if name.startswith(p)), name)
+    return plain.replace(*_KIMI_IN_MEMORY)
 
 
 def _widened(

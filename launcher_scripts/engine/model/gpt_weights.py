@@ -132,8 +132,9 @@ class GPTWeightLoader(SideStreamLoader):
         before, after = self._norms("input_layernorm", layer)
         config = self.config.of_layer(layer)
         width = config.local_size("q_size", self.parallelism.tp_size)
-        of_kind = self._plain if config.kv_lora_rank is None else self._latent_attention
-        of_kind = of_kind if config.has_keys(layer) else self._sharing
+        latent, shares = config.kv_lora_rank is not None, config.shares_keys(layer)
+        of_kind: Callable[..., AttentionWeights]
+        of_kind = self._latent_attention if latent else self._sharing if shares else self._plain
         return of_kind(
             layer,
             before,

@@ -139,7 +139,8 @@ class LayerInput(Sublayer):
         normed = kernels.norm(made, weights.input_norm, torch.float32)
         local = normed[:, self.communicator.tp_rank * size :][:, :size]
         looked_up = kernels.embed(ids, weights.table, 0) * weights.embedding_scale
-        return (local + looked_up) * _HALF
+        result: Tensor = (local + looked_up) * _HALF
+        return result
 
 
 class Laurel(Sublayer):
@@ -204,10 +205,11 @@ class NormedMixture(MixtureOfExperts):
         """See Sublayer."""
         sums = self.communicator.tp_sum(inner)
         norms = self.weights.expert_output_norm, self.weights.shared_output_norm
-        total = sum(
+        parts = [
             self.kernels.norm(part, norm, torch.float32)
             for part, norm in zip(sums, norms, strict=True)
-        )
+        ]
+        total = parts[0] + parts[1]
         if self.output_norm is not None:
             total = self.kernels.norm(total, self.output_norm, torch.float32)
         total = residual + total
@@ -381,8 +383,9 @@ class SideStreamLoader(WeightLoader):
             self._tensor(f"{stem}.scale", torch.float32, layer) if config.scaled_stream else None
         )
         norm = self._norm(f"{stem}.norm", layer)
-        matrices = [tensor.t().contiguous() for tensor in tensors]
-        return StreamWeights(norm, *matrices, scale, config.active_stream or 0)
+        router, prediction, correction = (tensor.t().contiguous() for tensor in tensors)
+        active = config.active_stream or 0
+        return StreamWeights(norm, router, prediction, correction, scale, active)
 
     @abstractmethod
     def lora(
@@ -410,12 +413,13 @@ class SideStreamLoader(WeightLoader):
         if not self.config.expert_norms:
             return weights
         stem = "layers.*.mlp"
-        names = ("expert_norm", "expert_output_norm", "shared_output_norm")
         router = self._norm(f"{stem}.router.norm", layer)
         scale = self._tensor(f"{stem}.router.expert_scale", torch.float32, layer)
         return NormedExperts(
             **_values(weights),
-            **{name: self._norm(f"{stem}.{name}", layer) for name in names},
+            expert_norm=self._norm(f"{stem}.expert_norm", layer),
+            expert_output_norm=self._norm(f"{stem}.expert_output_norm", layer),
+            shared_output_norm=self._norm(f"{stem}.shared_output_norm", layer),
             router_norm=replace(router, weight=router.weight * self.config.hidden_size**-0.5),
             expert_scale=scale,
         )
