@@ -24,10 +24,13 @@ from transformers import (
 )
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
+from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
+from launcher_scripts.common.errors import CheckpointError
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.engine.engine import Engine, EngineSettings
 from launcher_scripts.engine.runner.loading import PREFILL_TOKENS
+from launcher_scripts.engine.runner.tracing import TracedModel
 from tests.checkpoint.exporting import export_folder
 from tests.checkpoint.tiny_models import LATER_DECODERS, LLAMA, LLAMA_31_ROPE, UNTIED
 
@@ -270,6 +273,13 @@ def test_logits_and_tokens_are_those_of_transformers(
         context, expected = followed(model, prompt, ids)
         assert float((torch.as_tensor(answer.context_logits) - context).abs().max()) <= 2e-4
         assert ids == expected
+
+
+def test_layers_that_read_others_are_not_traced(tmp_path: Path) -> None:
+    save_gemma4_inputs(tmp_path / "hf")
+    checkpoint = FTCheckpoint.open(export_folder(tmp_path / "hf", tmp_path), verify=False)
+    with pytest.raises(CheckpointError, match=r"one by one; got \['layer_input_size', 'layer_kv"):
+        TracedModel(checkpoint)
 
 
 @pytest.mark.parametrize("name", ["gemma4_inputs", "gemma3n_text"])

@@ -18,6 +18,7 @@ from torch import Tensor
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
 from launcher_scripts.checkpoint.formats.source_tensor import float32
 from launcher_scripts.checkpoint.verification import full_tensor
+from launcher_scripts.common.errors import CheckpointError, problem
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.engine.distributed.communicator import Communicator
 from launcher_scripts.engine.model.decode_step import DecodeStep
@@ -179,11 +180,16 @@ def _kind(branch: Sublayer) -> str:
     return next((name for kind, name in _KINDS if isinstance(branch, kind)), "mixer")
 
 
+# Of layers that cannot run without others.
+_SIDE_FIELDS = ("layer_input_size", "layer_kv_sources", "num_streams")
+
+
 class TracedModel:
     """An exported folder whose layers run one by one, on one rank whatever it was split for.
 
     changes: fields of its configuration with other values
     change:  (spec, layer, reader of the stored tensors) -> the tensor that the layer gets
+    Raises CheckpointError for layers that cannot run without others.
     """
 
     def __init__(
@@ -195,6 +201,10 @@ class TracedModel:
     ) -> None:
         self.checkpoint = checkpoint
         self.config: ModelConfig = replace(checkpoint.config, **(changes or {}))
+        side = [name for name in _SIDE_FIELDS if getattr(self.config, name, None)]
+        if side:
+            text = "layers that read inputs or keys besides their own are not compared one by one"
+            raise CheckpointError(problem(text, got=side))
         self._change = change
         self._max_tokens = max_tokens
         self._family = engine_family(self.config)
