@@ -126,7 +126,8 @@ class LayerInput(Sublayer):
         """See Sublayer."""
         states = x.exact if isinstance(x, Hidden) else x
         inner = self.kernels.mlp_up(states, self.in_proj, None, self.activation)
-        return (inner.float() * self._input(context)).to(inner.dtype)
+        result: Tensor = (inner.float() * self._input(context)).to(inner.dtype)
+        return result
 
     def _input(self, context: ForwardContext[Input]) -> Tensor:
         """This rank's part of the tokens' inputs, float32 [N, inputs / tp]."""
