@@ -160,14 +160,14 @@ class GPTWeightLoader(SideStreamLoader):
             for axis in ("mamba_inner_size", "mamba_group_size")
         )
         heads = config.local_size("mamba_num_heads", self.parallelism.tp_size)
-        norm = None
-        if config.mamba_norm != "none":
-            norm = self._tensor(f"{stem}.norm.weight", torch.float32, layer)
+        has_norm, name = config.mamba_norm != "none", f"{stem}.norm.weight"
+        norm = self._tensor(name, torch.float32, layer) if has_norm else None
         scales = config.mamba_input_scales, config.mamba_output_scale
         around = self._around("mamba", layer, *scales)
-        widths = (inner, inner, group, group, heads)
         return Mamba2Weights(
-            in_proj=scaled_rows(around.pop("in_proj"), scales[0], widths),
+            in_proj=scaled_rows(
+                around.pop("in_proj"), scales[0], (inner, inner, group, group, heads)
+            ),
             out_proj=scaled_rows(around.pop("out_proj"), scales[1]),
             **around,
             conv=self._taps(stem, layer),
@@ -468,12 +468,12 @@ class AgmWeightLoader(WeightLoader):
     def load(self) -> ModelWeights:
         """See WeightLoader."""
         config, first, last = self.config, self.is_first_stage, self.is_last_stage
-        tied = config.tied_embeddings
-        table = self._table("shared.weight") if first or (last and tied) else None
+        table = self._table("shared.weight") if first or (last and config.tied_embeddings) else None
         head = None
         if last:
             bias = self._table("final_logits_bias") if config.logits_bias else None
-            weight = table if tied and table is not None else self._table("lm_head.decoder.weight")
+            name = "lm_head.decoder.weight"
+            weight = table if config.tied_embeddings and table is not None else self._table(name)
             head = Linear(weight, bias, self._norm("decoder.layernorm_output"))
         embedding = None
         if first and table is not None:

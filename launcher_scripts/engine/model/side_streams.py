@@ -157,7 +157,7 @@ class Laurel(Sublayer):
         """See Sublayer."""
         inner, normed = inner.split((self.out_proj.weight.shape[1], residual.shape[1]), 1)
         part = self.kernels.project(inner.contiguous(), self.out_proj)
-        total = self._add(self.communicator.tp_sum(part), residual) + normed
+        total: Tensor = self._add(self.communicator.tp_sum(part), residual) + normed
         return total if self.scale is None else total * self.scale
 
 

@@ -7,6 +7,8 @@ side of the products.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -406,16 +408,32 @@ def attend_latents(
         **shared,
         **launch,
     )
-    out = torch.empty(count, heads * value, dtype=dtype, device=device)
+    blocks = {"BLOCK_B": block_b, "BLOCK_R": block_r, "PRECISION": precision}
+    parts = partial, weights, lengths
+    return merged_values(parts, up, absorbed, {"VALUE": value, **shared}, tile, blocks, launch)
+
+
+def merged_values(
+    parts: tuple[Tensor, Tensor, Tensor],
+    up: Tensor,
+    absorbed: Tensor,
+    sizes: dict[str, int],
+    tile: int,
+    blocks: dict[str, Any],
+    launch: dict[str, bool],
+) -> Tensor:
+    """The values [rows, heads * value] of attention whose context was split.
+
+    parts: of attend_latent_tiles, and the rows' lengths;  absorbed: may be written
+    """
+    (count, heads, splits, rank), value = parts[0].shape, sizes["VALUE"]
+    out = torch.empty(count, heads * value, dtype=absorbed.dtype, device=up.device)
     goes_up = count <= FEW_ROWS
     merged = out if goes_up else absorbed
     launcher(merge_latents, (count, heads, triton.cdiv(value, VALUES) if goes_up else 1))(
-        partial,
-        weights,
-        lengths,
+        *parts,
         up,
         merged,
-        VALUE=value,
         SPLITS=splits,
         SPLIT_BLOCK=_power(splits),
         BLOCK_R=_power(rank),
@@ -423,23 +441,21 @@ def attend_latents(
         TILE=tile,
         UP=goes_up,
         num_warps=4,
-        **shared,
+        **sizes,
         **launch,
     )
     if goes_up:
         return out
-    launcher(make_values, (heads, triton.cdiv(value, 2 * VALUES), triton.cdiv(count, block_b)))(
+    grid = heads, triton.cdiv(value, 2 * VALUES), triton.cdiv(count, blocks["BLOCK_B"])
+    launcher(make_values, grid)(
         merged,
         up,
         out,
         count,
-        VALUE=value,
-        BLOCK_B=block_b,
-        BLOCK_R=block_r,
         BLOCK_V=2 * VALUES,
-        PRECISION=precision,
         num_warps=4,
-        **shared,
+        **blocks,
+        **sizes,
         **launch,
     )
     return out
