@@ -349,16 +349,16 @@ def _loading() -> list[str]:
         for report in reports
     )
     floors = " and ".join(f"{report['floor_s']:.1f}" for report in reports)
-    cold = [start for report in reports for start in report["starts"][-1:]]
-    rates = " and ".join(f"{_disk_rate(start):.1f}" for start in cold)
+    starts = [start for report in reports for start in report["starts"]]
+    rates = [f"{_disk_rate(start):.1f}" for start in starts if "read_from_disk_bytes" in start]
     return [
         "## Start",
         prose(
             f"`benchmarks.load --engine`, {sizes}: from the command to the first token of an",
             f"engine without tritonserver{mark(LOADS[0])}. Copying the bytes to the GPU takes",
             f"{floors} s. Digests of all files are compared while the weights are read. The first",
-            "start compiles the kernels; `deploy` keeps them for later ones. From the disk the",
-            f"weights come at {rates} GB/s.",
+            "start compiles the kernels; `deploy` keeps them for later ones.",
+            *([f"From the disk the weights come at {' and '.join(rates)} GB/s."] if rates else []),
         ),
         joined(tables.load_table(reports)),
     ]

@@ -10,11 +10,15 @@ from typing import Any
 from launcher_scripts import kernels
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.engine.messages.plan import Bounds
-from launcher_scripts.engine.model.gpt_weights import AgmWeightLoader, GPTWeightLoader
+from launcher_scripts.engine.model.gpt_weights import GPTWeightLoader
 from launcher_scripts.engine.model.kv_cache import LayerStates, TokenState
 from launcher_scripts.engine.model.recurrent import row_states
 from launcher_scripts.engine.model.side_streams import shared_layers
-from launcher_scripts.engine.model.t5_weights import BartWeightLoader, T5WeightLoader
+from launcher_scripts.engine.model.t5_weights import (
+    AgmWeightLoader,
+    BartWeightLoader,
+    T5WeightLoader,
+)
 from launcher_scripts.engine.model.weight_loader import WeightLoader
 from launcher_scripts.kernels import reference
 from launcher_scripts.kernels.cuda.compiling import settle_keys

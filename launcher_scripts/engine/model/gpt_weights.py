@@ -17,10 +17,8 @@ from launcher_scripts.engine.model.recurrent import (
     Mamba2Weights,
     RecurrentWeights,
 )
-from launcher_scripts.engine.model.rotary import relative_bias
 from launcher_scripts.engine.model.side_streams import SideStreamLoader
 from launcher_scripts.engine.model.weight_loader import (
-    WeightLoader,
     scaled_lora,
     scaled_norm,
     scaled_rows,
@@ -47,7 +45,6 @@ from launcher_scripts.kernels.operands import (
     XIELUCurve,
 )
 from launcher_scripts.models.adapters import ATTENTION_ADAPTER, FFN_ADAPTER, LORA_TARGETS
-from launcher_scripts.models.agm import AgmConfig
 from launcher_scripts.models.family import XIELU, Partition
 from launcher_scripts.models.gpt import GPTConfig
 from launcher_scripts.models.gpt_dialects import EXPERT_BIAS
@@ -164,10 +161,9 @@ class GPTWeightLoader(SideStreamLoader):
         norm = self._tensor(name, torch.float32, layer) if has_norm else None
         scales = config.mamba_input_scales, config.mamba_output_scale
         around = self._around("mamba", layer, *scales)
+        widths = (inner, inner, group, group, heads)
         return Mamba2Weights(
-            in_proj=scaled_rows(
-                around.pop("in_proj"), scales[0], (inner, inner, group, group, heads)
-            ),
+            in_proj=scaled_rows(around.pop("in_proj"), scales[0], widths),
             out_proj=scaled_rows(around.pop("out_proj"), scales[1]),
             **around,
             conv=self._taps(stem, layer),
@@ -457,46 +453,4 @@ class GPTWeightLoader(SideStreamLoader):
             self._norm(f"{stem}.query_norm", layer),
             self._norm(f"{stem}.key_norm", layer),
             joint=bool(self.config.joint_qk_norm),
-        )
-
-
-class AgmWeightLoader(WeightLoader):
-    """See WeightLoader."""
-
-    config: AgmConfig
-
-    def load(self) -> ModelWeights:
-        """See WeightLoader."""
-        config, first, last = self.config, self.is_first_stage, self.is_last_stage
-        table = self._table("shared.weight") if first or (last and config.tied_embeddings) else None
-        head = None
-        if last:
-            bias = self._table("final_logits_bias") if config.logits_bias else None
-            name = "lm_head.decoder.weight"
-            weight = table if config.tied_embeddings and table is not None else self._table(name)
-            head = Linear(weight, bias, self._norm("decoder.layernorm_output"))
-        embedding = None
-        if first and table is not None:
-            embedding = Embedding(self.tp_rank * table.shape[0], table, None)
-        layers = {layer: self._layer(layer) for layer in self._local(config.num_layers)}
-        return ModelWeights(config, StackWeights(embedding, layers), head)
-
-    def _layer(self, layer: int) -> LayerWeights:
-        stem = "decoder.layers.*"
-        attention = f"{stem}.self_attn"
-        before_mlp = self._norm(f"{stem}.final_layer_norm", layer)
-        name = f"{attention}.relative_attention_bias.weight"
-        table = self._tensor(name, torch.float32, layer)  # [heads / tp, buckets]
-        return LayerWeights.of(
-            AttentionWeights(
-                in_proj=self._linear(
-                    f"{attention}.qkv", layer, self._norm(f"{attention}_layer_norm", layer)
-                ),
-                out_proj=self._linear(f"{attention}.o", layer),
-                relative=relative_bias(table, self.config.max_distance, bidirectional=False),
-            ),
-            MLPWeights(
-                in_proj=self._linear(f"{stem}.fc1", layer, before_mlp),
-                out_proj=self._linear(f"{stem}.fc2", layer),
-            ),
         )

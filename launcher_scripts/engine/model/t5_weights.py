@@ -21,6 +21,7 @@ from launcher_scripts.engine.model.weights import (
 )
 from launcher_scripts.kernels.operands import Linear, Norm, RelativeBias, Router
 from launcher_scripts.models.adapters import ATTENTION_ADAPTER, FFN_ADAPTER
+from launcher_scripts.models.agm import AgmConfig
 from launcher_scripts.models.bart import BartConfig
 from launcher_scripts.models.t5 import T5Config
 
@@ -272,3 +273,45 @@ class BartWeightLoader(WeightLoader):
         bias = self._table("final_logits_bias") if self.config.logits_bias else None
         norm = self._norm("decoder.layer_norm") if self._pre else None
         return Linear(self._table("lm_head.weight"), bias, norm)
+
+
+class AgmWeightLoader(WeightLoader):
+    """See WeightLoader."""
+
+    config: AgmConfig
+
+    def load(self) -> ModelWeights:
+        """See WeightLoader."""
+        config, first, last = self.config, self.is_first_stage, self.is_last_stage
+        table = self._table("shared.weight") if first or (last and config.tied_embeddings) else None
+        head = None
+        if last:
+            bias = self._table("final_logits_bias") if config.logits_bias else None
+            name = "lm_head.decoder.weight"
+            weight = table if config.tied_embeddings and table is not None else self._table(name)
+            head = Linear(weight, bias, self._norm("decoder.layernorm_output"))
+        embedding = None
+        if first and table is not None:
+            embedding = Embedding(self.tp_rank * table.shape[0], table, None)
+        layers = {layer: self._layer(layer) for layer in self._local(config.num_layers)}
+        return ModelWeights(config, StackWeights(embedding, layers), head)
+
+    def _layer(self, layer: int) -> LayerWeights:
+        stem = "decoder.layers.*"
+        attention = f"{stem}.self_attn"
+        before_mlp = self._norm(f"{stem}.final_layer_norm", layer)
+        name = f"{attention}.relative_attention_bias.weight"
+        table = self._tensor(name, torch.float32, layer)  # [heads / tp, buckets]
+        return LayerWeights.of(
+            AttentionWeights(
+                in_proj=self._linear(
+                    f"{attention}.qkv", layer, self._norm(f"{attention}_layer_norm", layer)
+                ),
+                out_proj=self._linear(f"{attention}.o", layer),
+                relative=relative_bias(table, self.config.max_distance, bidirectional=False),
+            ),
+            MLPWeights(
+                in_proj=self._linear(f"{stem}.fc1", layer, before_mlp),
+                out_proj=self._linear(f"{stem}.fc2", layer),
+            ),
+        )

@@ -359,25 +359,10 @@ def attend_latents(
     exact = dtype == torch.float32
     precision, launch = "ieee" if exact else "tf32", pdl_options(query)
     block_r, block_b = max(MIN_SIDE, _power(rank)), min(max(MIN_SIDE, _power(count)), 64)
-    absorbed = torch.empty(count, heads, rank, dtype=dtype, device=device)
-    latents = min(LATENTS, block_r)
     shared = {"HEADS": heads, "KEY": key, "RANK": rank}
-    launcher(absorb, (heads, triton.cdiv(rank, latents), triton.cdiv(count, block_b)))(
-        query,
-        up,
-        absorbed,
-        count,
-        query.stride(0),
-        query.stride(1),
-        VALUE=value,
-        BLOCK_B=block_b,
-        BLOCK_K=max(MIN_SIDE, _power(key)),
-        BLOCK_R=latents,
-        PRECISION=precision,
-        num_warps=4,
-        **shared,
-        **launch,
-    )
+    sizes = {"VALUE": value, **shared}
+    blocks = {"BLOCK_B": block_b, "BLOCK_R": block_r, "PRECISION": precision}
+    absorbed = absorbed_queries(query, up, sizes, blocks, launch)
     narrow = heads <= MIN_SIDE or cache.keys.dtype == torch.float8_e4m3fn  # which takes registers
     members = MIN_SIDE if narrow else 2 * MIN_SIDE
     groups, tile = triton.cdiv(heads, members), 16 if exact else 32
@@ -408,9 +393,36 @@ def attend_latents(
         **shared,
         **launch,
     )
-    blocks = {"BLOCK_B": block_b, "BLOCK_R": block_r, "PRECISION": precision}
     parts = partial, weights, lengths
-    return merged_values(parts, up, absorbed, {"VALUE": value, **shared}, tile, blocks, launch)
+    return merged_values(parts, up, absorbed, sizes, tile, blocks, launch)
+
+
+def absorbed_queries(
+    query: Tensor,
+    up: Tensor,
+    sizes: dict[str, int],
+    blocks: dict[str, Any],
+    launch: dict[str, bool],
+) -> Tensor:
+    """Queries as they meet latents, [rows, heads, rank]."""
+    (count, heads, _), rank = query.shape, sizes["RANK"]
+    absorbed = torch.empty(count, heads, rank, dtype=query.dtype, device=query.device)
+    latents = min(LATENTS, blocks["BLOCK_R"])
+    grid = heads, triton.cdiv(rank, latents), triton.cdiv(count, blocks["BLOCK_B"])
+    launcher(absorb, grid)(
+        query,
+        up,
+        absorbed,
+        count,
+        query.stride(0),
+        query.stride(1),
+        BLOCK_K=max(MIN_SIDE, _power(sizes["KEY"])),
+        num_warps=4,
+        **{**blocks, "BLOCK_R": latents},
+        **sizes,
+        **launch,
+    )
+    return absorbed
 
 
 def merged_values(
