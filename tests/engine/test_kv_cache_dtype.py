@@ -14,11 +14,10 @@ from launcher_scripts.contract.requests import GenerateRequest, SamplingParamete
 from launcher_scripts.engine.core import step_budget
 from launcher_scripts.engine.core.session import Session
 from launcher_scripts.engine.engine import Engine, EngineSettings
-from launcher_scripts.engine.model import latent_attention
 from launcher_scripts.engine.model.kv_cache import LayerStates, TokenState, bytes_per_token
 from launcher_scripts.engine.runner import loading
 from launcher_scripts.engine.runner.loading import PREFILL_TOKENS, load_weights, open_checkpoint
-from launcher_scripts.kernels import reference
+from launcher_scripts.kernels import reference, reference_attention
 from launcher_scripts.kernels.cuda.compiling import DeviceTraits
 from launcher_scripts.kernels.operands import Heads, LayerCache
 from launcher_scripts.kernels.quantization import FP8, saturated
@@ -82,7 +81,7 @@ def two_kinds(monkeypatch: pytest.MonkeyPatch, *model: Any, **options: object) -
     """Engines with a cache in e4m3, and with a wide one of the same numbers."""
     for kept in ("fp8", "auto"):
         if kept == "auto":
-            for module in (reference, latent_attention):
+            for module in (reference, reference_attention):
                 monkeypatch.setattr(
                     module, "saturated", lambda values, dtype: saturated(values, FP8).to(dtype)
                 )

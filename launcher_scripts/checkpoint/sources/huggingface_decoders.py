@@ -30,10 +30,13 @@ def decoder(raw: RawConfig, **fields: Any) -> GPTConfig:
     """A Llama.  fields: what a model type that descends from it says otherwise"""
     hidden, heads = raw.size("hidden_size"), raw.size("num_attention_heads")
     head_size = head_size_of(raw)
+    # Where layers have sizes of their own, they and the largest are among the fields.
+    ffn_size = 0 if "layer_ffn_sizes" in fields else raw.size("intermediate_size")
     values: Fields = {
         "vocab_size": raw.size("vocab_size"),
         "num_layers": raw.layers("num_hidden_layers"),
         "hidden_size": hidden,
+        "ffn_size": ffn_size,
         "num_heads": heads,
         "num_kv_heads": raw.size("num_key_value_heads", default=heads),
         "head_size": head_size,
@@ -51,7 +54,6 @@ def decoder(raw: RawConfig, **fields: Any) -> GPTConfig:
         "norm_eps": lambda: {"norm_eps": raw.real("rms_norm_eps", 1e-6)},
         "activation": lambda: {"activation": raw.activation("hidden_act", "silu")},
         "attention_bias": lambda: {"attention_bias": raw.flag("attention_bias", False)},
-        "layer_ffn_sizes": lambda: {"ffn_size": raw.size("intermediate_size"), **fields},
         "mlp_bias": lambda: {"mlp_bias": raw.flag("mlp_bias", False)},
     }
     for name, read in readers.items():

@@ -389,7 +389,7 @@ def nemotron_nas(raw: RawConfig) -> GPTConfig:
     fields = heterogeneous_layers(raw.problems, blocks, layers, heads, hidden)
     raw.defaults(num_key_value_heads=fields.pop("num_kv_heads"))
     raw.defaults(intermediate_size=fields.pop("ffn_size"))
-    return decoder(raw, **fields)
+    return decoder(raw, ffn_size=raw.size("intermediate_size"), **fields)
 
 
 def heterogeneous_layers(

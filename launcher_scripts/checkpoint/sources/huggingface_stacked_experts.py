@@ -208,9 +208,9 @@ def stacked_place(name: str, model_type: str) -> tuple[str, int, int] | None:
     module, expert, part, kind = match.groups()
     ends = {f".experts.{stem}{'_bias' * (kind == 'bias')}": _PARTS[stem] for stem in _PARTS}
     if model_type not in ALTERNATE_TYPES:
-        ends = {
+        ends = {  # of the first module that fits
             end: parts
-            for (stem, end), parts in _STACKED.items()
+            for (stem, end), parts in reversed(_STACKED.items())
             if end in STACKED_TYPES[model_type] and module.endswith(stem)
         }
     end = next(end for end, parts in ends.items() if part in parts)
