@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import json
+import socket
 import threading
 import types
 import weakref
@@ -624,3 +625,50 @@ def test_an_error_of_one_request_leaves_the_others(streaming_model, monkeypatch)
     assert broken.answered.wait(120) and good.answered.wait(120)
     assert broken.answers[-1].error().code() is Code.INTERNAL
     assert all(not answer.has_error() for answer in good.answers)
+
+
+@pytest.mark.usefixtures("backend")
+def test_files_that_a_refit_cannot_read_are_answered_and_the_next_one_is_served() -> None:
+    operations = importlib.import_module("launcher_scripts.backends.fastertransformer.operations")
+    served: list[str] = []
+
+    def refit(folder: Path, version: str, *_: object) -> types.SimpleNamespace:
+        assert (folder / "model.safetensors").read_bytes() == framed({"__metadata__": {}})
+        served.append(version)
+        return types.SimpleNamespace(values=lambda: {"version": len(served)})
+
+    settings = types.SimpleNamespace(nodes=1, checkpoint_dir=Path("nowhere"))
+    refits = operations.RefitSocket(types.SimpleNamespace(settings=settings, refit=refit))
+    refits._config = "{}"
+    entry = {"dtype": "F32", "shape": [1]}
+    for content, says in (
+        (b"\xff" * 8, "too many for the header"),
+        (framed([]), "no header of a safetensors file"),
+        (framed({"x": 3}), "no header of a safetensors file"),
+        (framed({"x": {**entry, "data_offsets": [0, -400]}}), "end nowhere"),
+        (framed({"x": {**entry, "data_offsets": [0, "4"]}}), "end nowhere"),
+        (framed({"x": {**entry, "data_offsets": [0, 1 << 60]}}), "has no room"),
+        (framed({"__metadata__": {"drain_timeout": []}}), "drain_timeout is no number"),
+        (framed({"__metadata__": {"mode": "now"}}), "unknown mode"),
+        (framed(b"[" * 100_000), "no header of a safetensors file"),
+    ):
+        assert says in answered(refits.path, content)["error"]
+    assert served == []
+    assert answered(refits.path, framed({"__metadata__": {}})) == {"version": 1}
+    assert not [*refits.path.parent.rglob("*.safetensors")]
+
+
+def framed(header: object) -> bytes:
+    """A safetensors file without values."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text
+
+
+def answered(path: Path, content: bytes) -> dict[str, object]:
+    """What a socket for refits answers to a file."""
+    with socket.socket(socket.AF_UNIX) as client, client.makefile("rb") as reader:
+        client.settimeout(60)
+        client.connect(str(path))
+        client.sendall(content)
+        length = int.from_bytes(reader.read(8), "little")
+        return dict(json.loads(reader.read(length)))

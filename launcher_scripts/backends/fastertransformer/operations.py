@@ -12,7 +12,6 @@ import mmap
 import os
 import shutil
 import socket
-import struct
 import tempfile
 import threading
 import traceback
@@ -24,6 +23,11 @@ import torch
 import triton_python_backend_utils as pb_utils
 
 from launcher_scripts.backends.fastertransformer.answer import send_last
+from launcher_scripts.checkpoint.formats.source_tensor import (
+    HEADER_LENGTH,
+    MAX_HEADER_BYTES,
+    parse_header,
+)
 from launcher_scripts.checkpoint.sources.huggingface_architectures import CONFIG_NAME
 from launcher_scripts.common.errors import (
     CheckpointError,
@@ -43,8 +47,6 @@ from launcher_scripts.models.repository import served_models
 
 SHARED_MEMORY = Path("/dev/shm")
 WEIGHTS_NAME = "model.safetensors"
-LENGTH = struct.Struct("<Q")
-MAX_HEADER = 100 << 20  # bytes, as safetensors' own limit
 PIECE = 1 << 24  # bytes of one call
 SILENCE_SECONDS = 600.0
 # Set where nobody reaches the server but those who know the credentials of its start.
@@ -103,11 +105,8 @@ class ServerOperations:
                 message = problem("unknown operation", got=operation, choices=self._table)
                 raise ConfigError(message)
             reply = function(operation)
-        except LauncherError as error:
-            reply = {"error": str(error), "kind": type(error).__name__}
         except Exception as error:
-            traceback.print_exc()
-            reply = {"error": f"{type(error).__name__}: {error}", "kind": "InternalError"}
+            reply = failure(error)
         numbers = torch.tensor(list(json.dumps(reply).encode()), dtype=torch.int32)[None, None]
         tensor = pb_utils.Tensor.from_dlpack("news", torch.utils.dlpack.to_dlpack(numbers))
         send_last(sender, pb_utils.InferenceResponse([tensor]))
@@ -166,6 +165,14 @@ class ServerOperations:
             raise ConfigError(problem(message, change="deploy.gateway.api_keys"))
 
 
+def failure(error: Exception) -> dict[str, Any]:
+    """Return what an operation that failed replies."""
+    if isinstance(error, LauncherError):
+        return {"error": str(error), "kind": type(error).__name__}
+    traceback.print_exception(error)
+    return {"error": f"{type(error).__name__}: {error}", "kind": "InternalError"}
+
+
 def export_folder(path: Path, model: str) -> Path:
     """The folder of shards of an export: a model repository, in which the model of this name or
     the only one is meant, or the folder itself. Raises CheckpointError.
@@ -190,7 +197,7 @@ def drain_of(operation: Mapping[str, Any], mode: ExchangeMode) -> tuple[Exchange
         raise ConfigError(problem("unknown mode", got=mode, choices=EXCHANGE_MODES))
     try:
         return mode, float(operation.get("drain_timeout", DRAIN_SECONDS))
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise ConfigError(f"drain_timeout is no number: {error}") from error
 
 
@@ -230,10 +237,10 @@ class RefitSocket:
                 while "error" not in reply:
                     reply = self._reply(connection)
                     content = json.dumps(reply).encode()
-                    connection.sendall(LENGTH.pack(len(content)) + content)
+                    connection.sendall(HEADER_LENGTH.pack(len(content)) + content)
 
     def _reply(self, connection: socket.socket) -> dict[str, Any]:
-        """Take one file and serve it. Raises EOFError and OSError where it does not come."""
+        """Take one file and serve it. Raises EOFError where it does not come."""
         folder = self._folder / "weights"
         folder.mkdir()
         try:
@@ -242,8 +249,10 @@ class RefitSocket:
             mode, seconds = drain_of(metadata, EXCHANGE_MODES[1])
             version = str(metadata.get("version", ""))
             return self._swaps.refit(folder, version, mode, seconds).values()
-        except LauncherError as error:
-            return {"error": str(error), "kind": type(error).__name__}
+        except EOFError:
+            raise
+        except Exception as error:
+            return failure(error)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -262,35 +271,41 @@ def receive(connection: socket.socket, path: Path) -> dict[str, Any]:
 
     Raises EOFError where it ends too early, and CheckpointError for what cannot be one.
     """
-    prefix = bytearray(LENGTH.size)
+    prefix = bytearray(HEADER_LENGTH.size)
     fill(connection, memoryview(prefix))
-    (length,) = LENGTH.unpack(prefix)
-    if length > MAX_HEADER:
+    (length,) = HEADER_LENGTH.unpack(prefix)
+    if length > MAX_HEADER_BYTES:
         raise CheckpointError(f"{length} bytes are too many for the header of a safetensors file")
     header = bytearray(length)
     fill(connection, memoryview(header))
     try:
-        entries = json.loads(header)
-        metadata = entries.pop("__metadata__", {})
-        total = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
-        size = LENGTH.size + length + int(total)
+        entries, metadata = parse_header(bytes(header))
+        ends = [entry["data_offsets"][1] for entry in entries.values()]
+        if not all(type(end) is int and end >= 0 for end in ends):
+            raise ValueError("its tensors end nowhere")
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise CheckpointError(f"this is no header of a safetensors file: {error}") from error
+    size = len(prefix) + length + max(ends, default=0)
     if size > shutil.disk_usage(path.parent).free:
         raise CheckpointError(f"{path.parent} has no room for the file's {size} bytes")
     with path.open("w+b") as file:
         file.truncate(size)
         with mmap.mmap(file.fileno(), size) as content, memoryview(content) as view:
-            view[: LENGTH.size], view[LENGTH.size :][:length] = prefix, header
-            fill(connection, view[LENGTH.size + length :])
+            start = len(prefix) + length
+            view[:start] = prefix + header
+            fill(connection, view[start:])
     return metadata if isinstance(metadata, dict) else {}
 
 
 def fill(connection: socket.socket, view: memoryview) -> None:
-    """Receive as many bytes. Raises EOFError where the peer ends before."""
+    """Receive as many bytes. Raises EOFError where the peer ends, or is silent, before."""
     with view:
         at = 0
         while at < len(view):
-            if not (count := connection.recv_into(view[at : at + PIECE])):
+            try:
+                count = connection.recv_into(view[at : at + PIECE])
+            except OSError as error:
+                raise EOFError from error
+            if not count:
                 raise EOFError
             at += count

@@ -364,7 +364,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
 # DeepSeek V3 has 90,000 tensors in all of its files, each of some 120 bytes of header.
 MAX_TENSORS = 1 << 18
 MAX_HEADER_BYTES = 32 << 20
-_SIZE = struct.Struct("<Q")
+HEADER_LENGTH = struct.Struct("<Q")  # what a file begins with
 
 
 def load_safetensors(region: Region, origin: str) -> dict[str, NDArray[Any]]:
@@ -373,10 +373,10 @@ def load_safetensors(region: Region, origin: str) -> dict[str, NDArray[Any]]:
     Raises CheckpointError when the header is damaged, a dtype unknown, or the file cut short or
     longer than its tensors.
     """
-    if region.size < _SIZE.size:
+    if region.size < HEADER_LENGTH.size:
         raise CheckpointError(f"{origin} is not a safetensors file, or was cut short")
-    (size,) = _SIZE.unpack(region.part(0, _SIZE.size).bytes())
-    if size > region.size - _SIZE.size:
+    (size,) = HEADER_LENGTH.unpack(region.part(0, HEADER_LENGTH.size).bytes())
+    if size > region.size - HEADER_LENGTH.size:
         raise CheckpointError(f"{origin} is not a safetensors file, or was cut short")
     if size > MAX_HEADER_BYTES:
         raise CheckpointError(
@@ -387,11 +387,8 @@ def load_safetensors(region: Region, origin: str) -> dict[str, NDArray[Any]]:
             )
         )
     try:
-        header = parse_json(region.part(_SIZE.size, size).bytes())
-        header.pop("__metadata__", None)
-        if len(header) > MAX_TENSORS:
-            raise ValueError(f"it has {len(header)} tensors, more than {MAX_TENSORS}")
-        start = _SIZE.size + size
+        header, _ = parse_header(region.part(HEADER_LENGTH.size, size).bytes())
+        start = HEADER_LENGTH.size + size
         data = region.part(start, region.size - start)
         result = {name: _tensor(data, name, entry, origin) for name, entry in header.items()}
         spans = sorted(tuple(entry["data_offsets"]) for entry in header.values())
@@ -409,6 +406,18 @@ def load_safetensors(region: Region, origin: str) -> dict[str, NDArray[Any]]:
             )
         end = last
     return result
+
+
+def parse_header(content: bytes) -> tuple[dict[str, dict[str, Any]], Any]:
+    """Return the entries of a safetensors header by the tensors' names, and the metadata.
+
+    Raises ValueError or AttributeError; entries are not checked.
+    """
+    header = parse_json(content)
+    metadata = header.pop("__metadata__", None)
+    if len(header) > MAX_TENSORS:
+        raise ValueError(f"it has {len(header)} tensors, more than {MAX_TENSORS}")
+    return header, metadata
 
 
 def _tensor(data: Region, name: str, entry: dict[str, Any], origin: str) -> NDArray[Any]:
