@@ -247,7 +247,9 @@ MULTIPLIERS = {
 
 def bases(fields: Fields, draw: random.Random) -> Fields:
     layers = [draw.choice((0, 50.0, 1000.0)) for _ in range(fields["num_hidden_layers"])]
-    return {**fields, "layer_rope_theta": draw.choice((layers, None))}
+    drawn = draw.choice((layers, None))
+    refused = fields.get("rope_parameters") == YARN  # with bases of layers, see below
+    return {**fields, "layer_rope_theta": None if refused else drawn}
 
 
 def two_ropes(fields: Fields, draw: random.Random) -> Fields:
