@@ -173,8 +173,9 @@ class PromptBudget:
         """
         if not self._target or not self._seconds_per_token:
             return 0.0
+        per_token = min(self._seconds_per_token)  # early costs less than an idle device
         seconds = sum(
-            self._base_seconds + count * median(self._seconds_per_token)
+            self._base_seconds + count * per_token
             for count in in_flight
             if count >= MIN_SAMPLE_TOKENS
         )
