@@ -1,10 +1,12 @@
 """Find the tiles of a decode step's products on this device; see kernels/cuda/compiling.py.
 
     python3 -m benchmarks.tune --out tiles.json [--sizes 768:3072:64:12 ...] [--gated] [--ranks 2]
+    python3 -m benchmarks.tune --out tiles.json --sizes nemotron-h-8b nano-2-9b
 
-Sizes are hidden:ffn:head:kv_heads. Of each a few layers are built, and one product after the other
-takes the tile that makes the whole step shortest: a kernel overlaps with its neighbours, so that
-its own time says little. With --ranks the layers are one tensor-parallel rank's, without the sums.
+Sizes are hidden:ffn:head:kv_heads, or the name of a shape. Of each a few layers are built, and one
+product after the other takes the tile that makes the whole step shortest: a kernel overlaps with
+its neighbours, so that its own time says little. With --ranks the layers are one tensor-parallel
+rank's, without the sums.
 With --t5 they are T5's, whose heads ask the encoder's input, too.
 With --processes that many compile the candidates beforehand, into the cache of the Triton language.
 The table that is there stays for what is not measured.
@@ -20,12 +22,12 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from benchmarks.generate import DEVICE, engine_settings, random_weights, release
-from benchmarks.shapes import MODERN, VOCABULARY, t5
+from benchmarks.shapes import CONFIGS, HYBRIDS, MODERN, VOCABULARY, t5
 from benchmarks.steps import step_ms
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.common.quantization import QUANTIZATIONS, Quantization
@@ -42,13 +44,14 @@ STEP_BYTES = 1 << 30  # of layers: many times the second cache, so that weights 
 # Rows and context of the steps whose times together decide.
 CASES = {"row_products": ((1, 80), (1, 1024)), "dot_products": ((8, 80), (32, 80))}
 T5_CASES = {"row_products": ((1, 40, 200),), "dot_products": ((32, 64, 128),)}  # and source
+SHAPES = CONFIGS | HYBRIDS
 PARTS = {"row": "row_products", "dot": "dot_products"}
 SUMMED_LATER = ("add", "heads", "query")  # products whose parts another kernel sums
 GAIN = 0.998  # what counts as faster: times of one tile differ by so much
 
 
 class Product(NamedTuple):
-    """Rows and columns of a weight, and how it is quantized."""
+    """Rows and columns of a weight, and how it is quantized, as compiling.dot_tile gets them."""
 
     kind: str
     out_size: int
@@ -87,41 +90,37 @@ def main(argv: list[str] | None = None) -> int:
 
 def tune(size: str, arguments: argparse.Namespace) -> None:
     """The tiles of one shape's products, into the table."""
-    config = configuration(size, arguments)
-    runner = few_layers(config, arguments)
-    for part, product in measured(config, arguments):
+    runner = few_layers(configuration(size, arguments), arguments)
+    for part, product in measured(runner, arguments):
         choose(part, product, runner)
 
 
-def measured(
-    config: GPTConfig | T5Config, arguments: argparse.Namespace
-) -> Iterator[tuple[str, Product]]:
-    """Parts of the table and the products in them that are asked for."""
+def measured(runner: Runner, arguments: argparse.Namespace) -> Iterator[tuple[str, Product]]:
+    """Parts of the table and the products in them that are requested."""
     for name, part in PARTS.items():
-        for product in products(part, config, arguments):
-            if name != arguments.skip and product.kind in (arguments.only or product.kind):
+        for product in products(part, runner) if name != arguments.skip else ():
+            if product.kind in (arguments.only or product.kind):
                 yield part, product
 
 
-def products(
-    part: str, config: GPTConfig | T5Config, arguments: argparse.Namespace
-) -> list[Product]:
-    """A rank's products in a step, those of most bytes first."""
-    ranks, quantization = arguments.ranks, arguments.quantization
-    hidden, ffn = config.hidden_size, config.ffn_size // ranks
-    own = config.num_heads * config.head_size // ranks
-    query = "plain" if part == "row_products" else "query"
-    asks = [Product(query, own, hidden, quantization)] if isinstance(config, T5Config) else []
-    kv_heads = getattr(config, "num_kv_heads", config.num_heads)
-    read = own + 2 * kv_heads * config.head_size // ranks
-    return [
-        *asks,
-        Product("add", hidden, ffn, quantization),
-        Product("gated" if config.gated else "up", ffn, hidden, quantization),
-        Product("heads", read, hidden, quantization),
-        Product("add", hidden, own, quantization),
-        Product("largest", config.vocab_size // ranks, hidden, None),
-    ]
+def products(part: str, runner: Runner) -> list[Product]:
+    """Products of the part's steps, those of most bytes first."""
+    seen: dict[Product, None] = {}
+    look_up = compiling.known_tile
+
+    def observe(section: str, *product: Any) -> list[Any] | None:
+        if section == part:
+            seen[Product(*product)] = None
+        return look_up(section, *product)
+
+    compiling.forget()
+    compiling.known_tile = observe
+    try:
+        for case in cases(part, runner):
+            step_ms(runner, *case, repeat=1)
+    finally:
+        compiling.known_tile = look_up
+    return sorted(seen, key=lambda product: -product.out_size * product.in_size)
 
 
 def key_of(product: Product) -> str:
@@ -204,8 +203,8 @@ def compile_share(arguments: argparse.Namespace, share: int) -> None:
     for size in arguments.sizes:
         config = configuration(size, arguments)
         one = {name: 1 for name in ("num_layers", "num_decoder_layers") if hasattr(config, name)}
-        runner = few_layers(replace(config, **one), arguments)
-        for part, product in measured(config, arguments):
+        runner = few_layers(config if size in SHAPES else replace(config, **one), arguments)
+        for part, product in measured(runner, arguments):
             for tile in candidates(part, product)[share :: arguments.processes]:
                 with_tile(part, product, tile, runner, repeat=1)
         del runner
@@ -246,7 +245,10 @@ def dot_candidates(product: Product, now: DotTile) -> Iterator[DotTile]:
 
 
 def configuration(size: str, arguments: argparse.Namespace) -> GPTConfig | T5Config:
-    """A model with as many layers as STEP_BYTES hold."""
+    """A model with as many layers as STEP_BYTES hold, or the first ones of a shape with all kinds
+    of layers."""
+    if size in SHAPES:
+        return first_layers(SHAPES[size])
     hidden, ffn, head_size, kv_heads = map(int, size.split(":"))
     gated = arguments.gated or arguments.t5
     ffn_bytes = hidden * ffn * 2 * (3 if gated else 2)
@@ -267,6 +269,15 @@ def configuration(size: str, arguments: argparse.Namespace) -> GPTConfig | T5Con
         start_id=0,
         **(MODERN if gated else {}),
     )
+
+
+def first_layers(config: GPTConfig | T5Config) -> GPTConfig | T5Config:
+    """The shape with its first layers, as many as it takes to have one of every kind."""
+    branches = (getattr(config, "layer_branches", None) or "").split(",")
+    if branches == [""]:
+        raise ValueError("hybrids alone are tuned by name: give the sizes of other shapes")
+    count = max(branches.index(kind) for kind in set(branches)) + 1
+    return replace(config, num_layers=count, layer_branches=",".join(branches[:count]))
 
 
 def few_layers(config: GPTConfig | T5Config, arguments: argparse.Namespace) -> Runner:

@@ -267,7 +267,7 @@ def dot_tile(
 ) -> DotTile:
     """The tile of a product with a few rows: kind is plain, heads, query, add, up, gated, router
     or largest; quantization: the weight's."""
-    tile = _known("dot_products", kind, out_size, in_size, quantization)
+    tile = known_tile("dot_products", kind, out_size, in_size, quantization)
     if tile:
         return DotTile(*tile)
     return DotTile(64, 256 if quantization else 128, 4, 4, SPLITS.get(kind, 1))
@@ -279,11 +279,11 @@ def row_tile(
 ) -> RowTile:
     """The tile of a product with one row: kind is plain, add, up, gated, heads or largest;
     quantization: the weight's."""
-    tile = _known("row_products", kind, out_size, in_size, quantization)
+    tile = known_tile("row_products", kind, out_size, in_size, quantization)
     return RowTile(*tile) if tile else _row_rule(kind, in_size, quantization)
 
 
-def _known(
+def known_tile(
     products: str, kind: str, out_size: int, in_size: int, quantization: Quantization | None
 ) -> list[Any] | None:
     parts = [part(products, quantization)]
