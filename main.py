@@ -48,12 +48,12 @@ try:
         check_choices,
         check_grammar,
         check_keys,
+        fill_in,
         normalized,
         register_file_source,
         with_stage_options,
         with_texts_of_variables,
     )
-    from stages.defaults import fill_in
     from stages.deploy import register_deployed_gateway
     from stages.plan import Plan, configurations, make_plan
 except ModuleNotFoundError as missing:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from launcher_scripts.checkpoint.fastertransformer.folder import FTWriter, WeightFile, weight_files
-from launcher_scripts.checkpoint.repository.model_repository import ModelRepository
+from launcher_scripts.checkpoint.model_repository import ModelRepository
 from launcher_scripts.checkpoint.sources.fastertransformer import is_gain
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.config.export import TokenizerSettings

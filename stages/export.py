@@ -14,9 +14,9 @@ from launcher_scripts.checkpoint.fastertransformer.config_ini import (
     random_config,
 )
 from launcher_scripts.checkpoint.formats import nemo_config
+from launcher_scripts.checkpoint.formats.nemo_config import check_tokenizer
 from launcher_scripts.checkpoint.sources import huggingface_architectures
 from launcher_scripts.checkpoint.sources.locations import hub_advice, not_a_checkpoint, snapshot_of
-from launcher_scripts.checkpoint.tokenizers.nemo_tokenizer import check_tokenizer
 from launcher_scripts.common.errors import CheckpointError, ConfigError, problem
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.common.quantization import quantization_of

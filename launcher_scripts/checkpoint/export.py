@@ -41,7 +41,7 @@ from launcher_scripts.checkpoint.layout.tasks import (
     write_all,
 )
 from launcher_scripts.checkpoint.layout.workers import Progress, beside
-from launcher_scripts.checkpoint.repository.model_repository import backend_model_type
+from launcher_scripts.checkpoint.model_repository import backend_model_type
 from launcher_scripts.checkpoint.sources import nemo_files
 from launcher_scripts.checkpoint.sources.adapters import AdaptedCheckpoint, with_adapters
 from launcher_scripts.checkpoint.sources.fastertransformer import (

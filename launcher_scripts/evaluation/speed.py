@@ -30,7 +30,7 @@ from launcher_scripts.common.errors import ConfigError, LauncherError, ServerErr
 from launcher_scripts.common.quantization import kv_cache_dtype_of, quantization_of
 from launcher_scripts.config.evaluation import BenchmarkSettings
 from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest, SamplingParameters
-from launcher_scripts.evaluation.served.tokenizer_dir import read_model_ini
+from launcher_scripts.evaluation.tasks.prompts import read_model_ini
 from launcher_scripts.models.repository import config_parameters, served_models
 
 Generate = Callable[[Sequence[GenerateRequest]], list[GenerateOutput]]

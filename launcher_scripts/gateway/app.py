@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from pydantic_core import to_json
@@ -24,7 +24,6 @@ from launcher_scripts.gateway.admission import Admission, ClientThreads, Threads
 from launcher_scripts.gateway.api_errors import ApiError, bad_request, unsupported
 from launcher_scripts.gateway.backend import Replica
 from launcher_scripts.gateway.completions import Answering, Chat, Completion
-from launcher_scripts.gateway.embeddings import Embeddings, no_embeddings
 from launcher_scripts.gateway.generation import Limits, Record
 from launcher_scripts.gateway.messages import (
     ConversationBody,
@@ -44,10 +43,19 @@ from launcher_scripts.gateway.middleware import (
     refusal,
     unless_left,
 )
-from launcher_scripts.gateway.page import openapi, show_docs, show_page
 from launcher_scripts.gateway.responses import ResponseStore
 from launcher_scripts.gateway.responses_schemas import ResponsesBody
 from launcher_scripts.gateway.retelling import Retelling
+from launcher_scripts.gateway.routes import (
+    Embeddings,
+    WeightsAdmin,
+    json_response,
+    large_json,
+    no_embeddings,
+    openapi,
+    show_docs,
+    show_page,
+)
 from launcher_scripts.gateway.row_text import token_names
 from launcher_scripts.gateway.schemas import (
     ChatBody,
@@ -60,7 +68,6 @@ from launcher_scripts.gateway.schemas import (
 )
 from launcher_scripts.gateway.served_model import Models, ServedModel
 from launcher_scripts.gateway.validation import parsed
-from launcher_scripts.gateway.weights import WeightsAdmin
 
 VERSION = "0.1.0"
 Parsed = TypeVar("Parsed", bound=StrictBody)
@@ -107,7 +114,7 @@ class Gateway:
         """GET /v1/responses/<id>: a stored response, or one that is in progress."""
         if request.query_params.get("stream", "false") != "false":
             raise unsupported("stream", "a stored response is not streamed")
-        return _json(self._stored.read(*_owned(request)))
+        return json_response(self._stored.read(*_owned(request)))
 
     async def delete_response(self, request: Request) -> Response:
         """DELETE /v1/responses/<id>"""
@@ -117,7 +124,7 @@ class Gateway:
 
     async def cancel_response(self, request: Request) -> Response:
         """POST /v1/responses/<id>/cancel: end a response that is in progress."""
-        return _json(self._stored.cancel(*_owned(request), self.life))
+        return json_response(self._stored.cancel(*_owned(request), self.life))
 
     async def messages(self, request: Request) -> Response:
         """POST /v1/messages"""
@@ -152,7 +159,7 @@ class Gateway:
             embeddings = await Embeddings.of(model, body, record, self._limits)
             content = await unless_left(request, self.life, embeddings.full())
             size = sum(len(item["embedding"]) for item in content["data"])
-            return await self._threads(request).run(lambda: _large_json(content), size)
+            return await self._threads(request).run(lambda: large_json(content), size)
         finally:
             self.life.leave()
 
@@ -189,7 +196,7 @@ class Gateway:
             "tokens": list(ids),
             "token_strs": names,
         }
-        return await threads.run(lambda: _large_json(content), len(ids))
+        return await threads.run(lambda: large_json(content), len(ids))
 
     async def detokenize(self, request: Request) -> Response:
         """POST /detokenize"""
@@ -230,7 +237,7 @@ class Gateway:
 
     async def openapi(self, _: Request) -> Response:
         """GET /openapi.json: these routes."""
-        return _json(self._document)
+        return json_response(self._document)
 
     @functools.cached_property
     def _document(self) -> bytes:
@@ -371,7 +378,7 @@ class Gateway:
             if not answering.body.stream:
                 content = await unless_left(request, self.life, answering.full())
                 size = record.prompt_tokens + record.generated_tokens
-                return await self._threads(request).run(lambda: _large_json(content), size)
+                return await self._threads(request).run(lambda: large_json(content), size)
             events = answering.events()
             # An error before the first event has a status of its own.
             first = await unless_left(request, self.life, anext(events))
@@ -430,25 +437,6 @@ class EventResponse(StreamingResponse):
 def _owned(request: Request) -> tuple[str, str]:
     """Returns the client of a request about a stored response, and the response's id."""
     return request.state.record.client, request.path_params["id"]
-
-
-def _large_json(content: Mapping[str, Any]) -> Response:
-    """Serialize in pieces, between which other threads run."""
-    parts = (
-        to_json(name) + b":" + (_list(value) if isinstance(value, list) else to_json(value))
-        for name, value in content.items()
-    )
-    return _json(b"{" + b",".join(parts) + b"}")
-
-
-def _list(values: Sequence[Any]) -> bytes:
-    if values and not isinstance(values[0], dict):
-        return to_json(values)
-    return b"[" + b",".join(map(to_json, values)) + b"]"
-
-
-def _json(content: bytes) -> Response:
-    return Response(content, media_type="application/json")
 
 
 async def _no_route(request: Request, error: Exception) -> Response:

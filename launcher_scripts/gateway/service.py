@@ -26,8 +26,7 @@ from launcher_scripts.config.gateway import GatewaySettings, example_command
 from launcher_scripts.config.security import read_keys
 from launcher_scripts.gateway.api_errors import ApiError
 from launcher_scripts.gateway.app import Gateway, make_app
-from launcher_scripts.gateway.fleet import Fleet
-from launcher_scripts.gateway.loading import load_models
+from launcher_scripts.gateway.fleet import Fleet, load_models
 from launcher_scripts.gateway.middleware import Keys
 from launcher_scripts.gateway.served_model import ServedModel
 

@@ -26,8 +26,16 @@ from launcher_scripts.common.processes import remove_leftovers
 from launcher_scripts.common.rendering import align
 from launcher_scripts.config.security import read_keys
 from launcher_scripts.jobs.folders import Job, NoSuchJob, choose_jobs, read_jobs
-from launcher_scripts.jobs.logs import follow_logs, log_files, print_logs, tail
-from launcher_scripts.jobs.status import FAILED, NOBODY_KNOWS, NOT_YET, Status
+from launcher_scripts.jobs.status import (
+    FAILED,
+    NOBODY_KNOWS,
+    NOT_YET,
+    Status,
+    follow_logs,
+    log_files,
+    print_logs,
+    tail,
+)
 from launcher_scripts.jobs.status import statuses as look
 
 if TYPE_CHECKING:

@@ -31,12 +31,18 @@ from urllib.parse import quote
 
 from launcher_scripts.common.errors import ServerError, problem
 from launcher_scripts.common.http_client import UNIX
-from launcher_scripts.common.processes import ServerLock, is_word, signal_when_parent_dies, start_of
+from launcher_scripts.common.processes import (
+    ServerLock,
+    is_word,
+    server_limits,
+    set_limits,
+    signal_when_parent_dies,
+    start_of,
+)
 from launcher_scripts.config.security import SERVER_NAME, ServerTls, read_secrets
 from launcher_scripts.config.settings import DeploySettings
 from launcher_scripts.models.repository import is_remote
 from launcher_scripts.server.installation import Installation, prefer_numpy
-from launcher_scripts.server.limits import server_limits, set_limits
 
 SECOND_STARTS = 1
 REASON = (

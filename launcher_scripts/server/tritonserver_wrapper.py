@@ -20,7 +20,7 @@ from typing import NoReturn
 from launcher_scripts.common.errors import LauncherError, ServerError, problem
 from launcher_scripts.common.hosts import unbind_from_core
 from launcher_scripts.common.overlay import find_overlay
-from launcher_scripts.common.processes import is_word, temporary_folder
+from launcher_scripts.common.processes import is_word, server_limits, set_limits, temporary_folder
 from launcher_scripts.server.installation import (
     CHECKOUT,
     OUR_BACKEND,
@@ -28,7 +28,6 @@ from launcher_scripts.server.installation import (
     Installation,
     find_installation,
 )
-from launcher_scripts.server.limits import server_limits, set_limits
 
 _BACKENDS = "--backend-directory"
 _REPOSITORIES = ("--model-repository", "--model-store")

@@ -21,7 +21,7 @@ if __name__ == "__main__":
 
 from launcher_scripts.checkpoint.export import export
 from launcher_scripts.checkpoint.huggingface.export import export_huggingface
-from launcher_scripts.checkpoint.repository.signature import sign_repository
+from launcher_scripts.checkpoint.signature import sign_repository
 from launcher_scripts.config.options import Option
 from launcher_scripts.config.settings import ExportSettings, ServingOptions
 from launcher_scripts.steps.command import FlagTable, Values, resumed, run_step

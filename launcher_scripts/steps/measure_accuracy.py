@@ -28,9 +28,9 @@ from launcher_scripts.evaluation.report import (
     set_up,
 )
 from launcher_scripts.evaluation.served.client import connect
-from launcher_scripts.evaluation.served.tokenizer_dir import read_tokenizer
 from launcher_scripts.evaluation.tables import task_table
 from launcher_scripts.evaluation.tasks import COMPARING, TASKS
+from launcher_scripts.evaluation.tasks.prompts import read_tokenizer
 from launcher_scripts.evaluation.tasks.task import EvaluatedModel, ProgressCallback, TaskResult
 from launcher_scripts.steps.evaluation_step import run_evaluation
 

@@ -32,10 +32,10 @@ from launcher_scripts.evaluation.report import (
     questions_of,
     reference_set_up,
 )
-from launcher_scripts.evaluation.served.tokenizer_dir import read_tokenizer
 from launcher_scripts.evaluation.tables import task_table
 from launcher_scripts.evaluation.tasks import TASKS
 from launcher_scripts.evaluation.tasks.megatron_models import NemoModel
+from launcher_scripts.evaluation.tasks.prompts import read_tokenizer
 from launcher_scripts.evaluation.tasks.task import EvaluatedModel
 from launcher_scripts.steps.measure_accuracy import log_progress
 

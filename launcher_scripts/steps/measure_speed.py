@@ -19,9 +19,9 @@ from launcher_scripts.contract.contracts import CONTRACTS
 from launcher_scripts.evaluation.journal import FOLDER, Journal
 from launcher_scripts.evaluation.report import Report, measured_on, set_up
 from launcher_scripts.evaluation.served.client import connect
-from launcher_scripts.evaluation.served.tokenizer_dir import read_vocab_size
 from launcher_scripts.evaluation.speed import SpeedRow, check_batch_sizes, sweep
 from launcher_scripts.evaluation.tables import speed_table
+from launcher_scripts.evaluation.tasks.prompts import read_vocab_size
 from launcher_scripts.steps.evaluation_step import run_evaluation
 
 

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
-from launcher_scripts.checkpoint.repository.signature import sign_repository
+from launcher_scripts.checkpoint.signature import sign_repository
 from launcher_scripts.checkpoint.verification import weight_bytes
 from launcher_scripts.common.errors import ConfigError, lookup, problem
 from launcher_scripts.common.tokenizer import TokenizerError, load_tokenizer
@@ -34,14 +34,13 @@ from launcher_scripts.evaluation.tables import reference_table
 from launcher_scripts.evaluation.tasks.task import Reference
 from launcher_scripts.evaluation.tasks.transformers_model import TransformersModel
 from launcher_scripts.evaluation.twin.certificate import SIGNED_KEY, certificate, lines, write
-from launcher_scripts.evaluation.twin.diagnosis import Inspection, Rotary
+from launcher_scripts.evaluation.twin.diagnosis import Inspection, Rotary, TextSide
 from launcher_scripts.evaluation.twin.measurement import (
     DATA_FILE,
     ComparedModels,
     compare_models,
     read_reference_texts,
 )
-from launcher_scripts.evaluation.twin.texts import TextSide
 from launcher_scripts.steps.evaluation_step import run_evaluation
 from launcher_scripts.steps.measure_accuracy import log_progress
 from launcher_scripts.steps.references import (

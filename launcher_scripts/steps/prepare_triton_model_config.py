@@ -20,10 +20,7 @@ if __name__ == "__main__":
 
 from launcher_scripts.checkpoint.export import check_serving
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
-from launcher_scripts.checkpoint.repository.model_repository import (
-    ModelRepository,
-    fitting_model_types,
-)
+from launcher_scripts.checkpoint.model_repository import ModelRepository, fitting_model_types
 from launcher_scripts.common.errors import ConfigError, lookup, problem
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.common.quantization import KV_CACHE_DTYPES, QUANTIZATIONS, quantization_of

@@ -27,6 +27,7 @@ from launcher_scripts.steps.packages import check_packages
 if __name__ == "__main__":
     check_packages("quickstart")
 
+from launcher_scripts.checkpoint.formats.nemo_config import COMPANIONS
 from launcher_scripts.checkpoint.sources.gguf_tokenizer import tokenizer_files
 from launcher_scripts.checkpoint.sources.nemo_writer import (
     GGUFLlama,
@@ -35,7 +36,6 @@ from launcher_scripts.checkpoint.sources.nemo_writer import (
     stack_layers,
     write_nemo,
 )
-from launcher_scripts.checkpoint.tokenizers.nemo_tokenizer import COMPANIONS
 from launcher_scripts.common.command_line import CommandParser, hydra_value
 from launcher_scripts.common.errors import ConfigError, LauncherError
 from launcher_scripts.common.exit_codes import ERROR

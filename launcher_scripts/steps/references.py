@@ -25,7 +25,7 @@ from launcher_scripts.checkpoint.formats.archive import Archive
 from launcher_scripts.checkpoint.formats.source_tensor import float32
 from launcher_scripts.checkpoint.layout.source_checkpoint import Hints
 from launcher_scripts.checkpoint.layout.tasks import make_plan
-from launcher_scripts.checkpoint.repository.text_models import TRANSFORMERS
+from launcher_scripts.checkpoint.model_repository import TRANSFORMERS
 from launcher_scripts.checkpoint.sources import nemo_files
 from launcher_scripts.checkpoint.sources.megatron_core import MegatronCoreCheckpoint
 from launcher_scripts.checkpoint.verification import altered_files, altered_tensors
@@ -39,11 +39,10 @@ from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
 from launcher_scripts.evaluation.tasks.megatron_models import CoreModel, NemoModel
 from launcher_scripts.evaluation.tasks.task import HiddenStates, NoReferenceError, Reference
 from launcher_scripts.evaluation.tasks.transformers_model import TransformersModel, TransformersText
-from launcher_scripts.evaluation.twin.diagnosis import AlteredFile
+from launcher_scripts.evaluation.twin.diagnosis import AlteredFile, Render, TextSide
 from launcher_scripts.evaluation.twin.faults import LayerComparison, LayerTrace
-from launcher_scripts.evaluation.twin.texts import Render, TextSide
 from launcher_scripts.gateway.api_errors import ApiError
-from launcher_scripts.gateway.loading import local_chat_template
+from launcher_scripts.gateway.fleet import local_chat_template
 from launcher_scripts.models import family_of
 from launcher_scripts.models.gpt import GPTConfig
 from launcher_scripts.models.repository import FILE_NAME

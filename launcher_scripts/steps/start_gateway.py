@@ -15,9 +15,9 @@ from launcher_scripts.steps.packages import check_packages
 if __name__ == "__main__":
     check_packages("start_gateway")
 
+from launcher_scripts.common.processes import server_limits, set_limits
 from launcher_scripts.config.gateway import GatewaySettings
 from launcher_scripts.gateway.service import serve
-from launcher_scripts.server.limits import server_limits, set_limits
 from launcher_scripts.steps.command import FlagTable, run_step
 
 FLAGS = FlagTable(GatewaySettings)

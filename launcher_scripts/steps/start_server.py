@@ -30,8 +30,8 @@ if __name__ == "__main__":
     check_packages("start_server")
     note_slow_checksums()
 
-from launcher_scripts.checkpoint.repository.signature import verify_signature
-from launcher_scripts.checkpoint.repository.text_models import check_text_models
+from launcher_scripts.checkpoint.model_repository import check_text_models
+from launcher_scripts.checkpoint.signature import verify_signature
 from launcher_scripts.common.command_line import CommandParser
 from launcher_scripts.common.hosts import find_node_rank, unbind_from_core
 from launcher_scripts.common.overlay import CLOSED_PACKAGES

@@ -17,14 +17,14 @@ from launcher_scripts.checkpoint.export import open_source
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
 from launcher_scripts.checkpoint.fastertransformer.manifest import read_manifest
 from launcher_scripts.checkpoint.formats.archive import Archive
-from launcher_scripts.checkpoint.repository.text_models import encoding_parameters
+from launcher_scripts.checkpoint.model_repository import encoding_parameters
 from launcher_scripts.checkpoint.verification import weight_bytes
 from launcher_scripts.common.errors import CheckpointError, ConfigError, problem
 from launcher_scripts.common.tokenizer import SpecialIds, Tokenizer, load_tokenizer
 from launcher_scripts.config.settings import AUTO, ExportSettings
 from launcher_scripts.evaluation.tasks.task import NoReferenceError, TorchReference
 from launcher_scripts.evaluation.tasks.transformers_model import TransformersText
-from launcher_scripts.evaluation.twin.texts import CONVERSATIONS, PROBES, Render
+from launcher_scripts.evaluation.twin.diagnosis import CONVERSATIONS, PROBES, Render
 from launcher_scripts.steps.references import (
     ENGINE,
     PROMPT_TOKENS,

@@ -22,7 +22,7 @@ if __name__ == "__main__":
 from launcher_scripts.checkpoint.export import export
 from launcher_scripts.checkpoint.fastertransformer.config_ini import format_config
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
-from launcher_scripts.checkpoint.repository.model_repository import ModelRepository, reject_existing
+from launcher_scripts.checkpoint.model_repository import ModelRepository, reject_existing
 from launcher_scripts.checkpoint.tokenizers.tokenizer_files import collect, with_token_ids
 from launcher_scripts.common.errors import ConfigError, Problems
 from launcher_scripts.common.files import atomic_write

@@ -15,8 +15,8 @@ from launcher_scripts.steps.packages import check_packages
 if __name__ == "__main__":
     check_packages("write_model_repository")
 
-from launcher_scripts.checkpoint.repository.model_repository import ModelRepository
-from launcher_scripts.checkpoint.repository.signature import sign_repository
+from launcher_scripts.checkpoint.model_repository import ModelRepository
+from launcher_scripts.checkpoint.signature import sign_repository
 from launcher_scripts.config.settings import ExportSettings
 from launcher_scripts.steps.command import resumed, run_step
 

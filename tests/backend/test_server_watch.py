@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher_scripts.backends.fastertransformer.server_watch import ServerWatch, started_by
+from launcher_scripts.backends.fastertransformer.server import ServerWatch, started_by
 from tests.processes import wait_for
 
 SERVER = """
@@ -21,7 +21,7 @@ child.wait()
 """
 MODEL = """
 import ctypes, os
-from launcher_scripts.backends.fastertransformer.server_watch import ServerWatch
+from launcher_scripts.backends.fastertransformer.server import ServerWatch
 watch = ServerWatch()
 print(os.getpid(), watch.pid, flush=True)
 ctypes.PyDLL(None).pause()

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForCondition
 
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
 from launcher_scripts.checkpoint.layout.tasks import compute_type, range_notes
-from launcher_scripts.checkpoint.repository.model_repository import ModelRepository
+from launcher_scripts.checkpoint.model_repository import ModelRepository
 from launcher_scripts.common import hosts
 from launcher_scripts.common.hosts import Gpu, visible_gpus
 from launcher_scripts.config.export import TokenizerSettings

@@ -12,8 +12,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
-from launcher_scripts.checkpoint.repository.model_repository import ModelRepository
-from launcher_scripts.checkpoint.repository.text_models import encoding_parameters
+from launcher_scripts.checkpoint.model_repository import ModelRepository, encoding_parameters
 from launcher_scripts.common.errors import CheckpointError
 from launcher_scripts.common.tokenizer import chat_templates, load_tokenizer, tokenizer_files
 from launcher_scripts.config.export import TokenizerSettings

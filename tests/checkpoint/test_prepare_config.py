@@ -11,8 +11,11 @@ import pytest
 
 from launcher_scripts.checkpoint.fastertransformer import config_ini
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
-from launcher_scripts.checkpoint.repository.model_repository import ModelRepository, model_config
-from launcher_scripts.checkpoint.repository.text_models import check_text_models
+from launcher_scripts.checkpoint.model_repository import (
+    ModelRepository,
+    check_text_models,
+    model_config,
+)
 from launcher_scripts.common.tokenizer import load_tokenizer
 from launcher_scripts.config.options import values_of
 from launcher_scripts.config.settings import ServingOptions

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from launcher_scripts.checkpoint.repository.model_repository import backend_model_type
+from launcher_scripts.checkpoint.model_repository import backend_model_type
 from launcher_scripts.common.errors import ConfigError
 from launcher_scripts.contract.contracts import CONTRACTS
 from launcher_scripts.models.repository import BACKEND_MODEL_TYPES

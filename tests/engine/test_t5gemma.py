@@ -13,7 +13,7 @@ from tokenizers.models import WordLevel
 from tokenizers.processors import TemplateProcessing
 
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
-from launcher_scripts.checkpoint.repository.text_models import encoding_parameters
+from launcher_scripts.checkpoint.model_repository import encoding_parameters
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.config.export import TokenizerSettings
 from launcher_scripts.contract.requests import GenerateRequest

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from launcher_scripts.checkpoint.repository.signature import sign_repository
+from launcher_scripts.checkpoint.signature import sign_repository
 from launcher_scripts.common.errors import ConfigError
 from launcher_scripts.config.security import SigningKey
 from launcher_scripts.evaluation.tasks.logits import (

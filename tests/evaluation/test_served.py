@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from launcher_scripts.checkpoint.repository.model_repository import ModelRepository
+from launcher_scripts.checkpoint.model_repository import ModelRepository
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.config.evaluation import BenchmarkSettings, TaskSettings
 from launcher_scripts.config.export import TokenizerSettings

@@ -8,12 +8,12 @@ import pytest
 from launcher_scripts.common.errors import ConfigError, ServerError
 from launcher_scripts.config.evaluation import BenchmarkSettings
 from launcher_scripts.contract.requests import GenerateOutput
-from launcher_scripts.evaluation.served.tokenizer_dir import read_vocab_size
 from launcher_scripts.evaluation.speed import (
     check_batch_sizes,
     random_rows,
     sweep,
 )
+from launcher_scripts.evaluation.tasks.prompts import read_vocab_size
 
 SETTINGS = BenchmarkSettings(batch_sizes=(1, 4), lengths=((3, 2), (5, 6)), requests=4, warmup=1)
 

@@ -14,9 +14,9 @@ import pytest
 from launcher_scripts.common.errors import ConfigError, ServerError
 from launcher_scripts.config.evaluation import GenerationSettings, TaskSettings
 from launcher_scripts.contract.requests import GenerateOutput
-from launcher_scripts.evaluation.tasks import TASKS, prompts, reference_texts
-from launcher_scripts.evaluation.tasks import questions as boolq_generate
-from launcher_scripts.evaluation.tasks import questions as squad
+from launcher_scripts.evaluation.tasks import TASKS, prompts, text_tasks
+from launcher_scripts.evaluation.tasks import text_tasks as boolq_generate
+from launcher_scripts.evaluation.tasks import text_tasks as squad
 from tests.evaluation.text_tasks import asked, no_progress
 
 ARTICLE = "The river rose. Two bridges were closed."
@@ -74,25 +74,25 @@ def test_sources_without_targets_are_refused(data_dir: Path, tmp_path: Path) -> 
         "translation", data, generation=GenerationSettings(target_file=str(tmp_path / "de"))
     )
     with pytest.raises(ConfigError, match=r"same number of lines.*got '8 and 1'"):
-        reference_texts.read_pairs(task)
+        text_tasks.read_pairs(task)
     with pytest.raises(ConfigError, match="translation needs a target_file"):
         settings("translation", data)
 
 
 def test_one_line_has_no_interval() -> None:
-    metrics = reference_texts.corpus_scores(["ein Satz hat Wörter"], ["ein Satz hat Wörter"])
+    metrics = text_tasks.corpus_scores(["ein Satz hat Wörter"], ["ein Satz hat Wörter"])
     assert metrics["bleu"].value == pytest.approx(100)
     assert metrics["bleu"].low is None
 
 
 def test_rouge_of_overlapping_words() -> None:
     # 3 of 4 words each; one shared pair of 3; the longest common subsequence has 3 words.
-    scores = reference_texts.score("the river rose fast", "the river has rose")
+    scores = text_tasks.score("the river rose fast", "the river has rose")
     assert scores["rouge1"] == pytest.approx(3 / 4)
     assert scores["rouge2"] == pytest.approx(1 / 3)
     assert scores["rougeL"] == pytest.approx(3 / 4)
     # rougeLsum takes sentences one by one, in whatever order they come.
-    turned = reference_texts.score("Two were closed. It rose.", "It rose.\nTwo were closed.")
+    turned = text_tasks.score("Two were closed. It rose.", "It rose.\nTwo were closed.")
     assert turned["rougeLsum"] == 1.0 and turned["rougeL"] < 1.0
 
 
@@ -104,15 +104,15 @@ def test_summaries_of_a_csv_file(tmp_path: Path) -> None:
     assert model.model.prompts == [f"summarize: {ARTICLE}"]
     assert result.items[0]["id"] == "x1" and result.items[0]["target"] == "It rose.\nClosed."
     assert {name: metric.value for name, metric in result.metrics.items()} == {
-        name: pytest.approx(1.0) for name in reference_texts.MEASURES
+        name: pytest.approx(1.0) for name in text_tasks.MEASURES
     }
     limit = csv.field_size_limit()
     file.write_text(f"article,highlights,id\n{'x' * 2 * limit},b,x1\n")
-    assert len(reference_texts.read_articles(settings("summarization", file))) == 1
+    assert len(text_tasks.read_articles(settings("summarization", file))) == 1
     assert csv.field_size_limit() == limit
     file.write_text("article,id\nabc,1\n,2\n")
     with pytest.raises(ConfigError, match=r"2 problems.*\n.*lacks columns; got \['highlights'\]"):
-        reference_texts.read_articles(settings("summarization", file))
+        text_tasks.read_articles(settings("summarization", file))
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from launcher_scripts.evaluation.tasks.logits import buckets, by_position, compare_logits, fit
-from launcher_scripts.evaluation.twin.diagnosis import Finding
-from launcher_scripts.evaluation.twin.texts import chat_finding, text_findings
+from launcher_scripts.evaluation.twin.diagnosis import Finding, chat_finding, text_findings
 
 IDS = (3, 1, 4, 1, 5)
 

@@ -16,8 +16,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from launcher_scripts.checkpoint.export import export
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
-from launcher_scripts.checkpoint.repository.model_repository import ModelRepository
-from launcher_scripts.checkpoint.repository.text_models import encoding_parameters
+from launcher_scripts.checkpoint.model_repository import ModelRepository, encoding_parameters
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.common.tokenizer import SpecialIds
 from launcher_scripts.config.evaluation import ReferenceSettings

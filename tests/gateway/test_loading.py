@@ -15,7 +15,7 @@ import pytest
 from launcher_scripts.common.errors import ConfigError, LauncherError, ServerError
 from launcher_scripts.config.gateway import GatewaySettings
 from launcher_scripts.gateway import fleet
-from launcher_scripts.gateway.loading import load_models
+from launcher_scripts.gateway.fleet import load_models
 from launcher_scripts.gateway.served_model import ServedModel
 from launcher_scripts.gateway.service import ready_lines, serve
 from launcher_scripts.steps.start_gateway import main

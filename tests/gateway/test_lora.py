@@ -10,7 +10,7 @@ import pytest
 from launcher_scripts.checkpoint.fastertransformer.config_ini import format_config
 from launcher_scripts.gateway.api_errors import ApiError
 from launcher_scripts.gateway.backend import AddedLoRA, Replica, prompt_digests
-from launcher_scripts.gateway.loading import adapters_in
+from launcher_scripts.gateway.fleet import adapters_in
 from launcher_scripts.gateway.served_model import Models
 from launcher_scripts.models.adapters import Adapters
 from launcher_scripts.models.repository import FILE_NAME

@@ -18,8 +18,9 @@ from launcher_scripts.cluster.record import (
     ready_of_run,
 )
 from launcher_scripts.common.errors import LauncherError
-from launcher_scripts.jobs import folders, logs
+from launcher_scripts.jobs import folders
 from launcher_scripts.jobs import status as job_status
+from launcher_scripts.jobs import status as logs
 from launcher_scripts.jobs.__main__ import main
 from launcher_scripts.jobs.folders import Job, NoSuchJob, choose_jobs, find_jobs, read_jobs
 from launcher_scripts.jobs.status import statuses

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from launcher_scripts.jobs.folders import Job
-from launcher_scripts.jobs.logs import tail
+from launcher_scripts.jobs.status import tail
 from tests.jobs.test_folders import make_job
 
 NOISE = [f"slurmstepd: error: pyxis:     created {n} files" for n in range(30)]

@@ -20,7 +20,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 import main as entry
-from stages.defaults import fill_in
+from stages.choices import fill_in
 from stages.plan import Plan
 from tests.forked_launchers import ForkedLaunchers
 

@@ -10,7 +10,7 @@ import pytest
 
 from launcher_scripts.common.errors import ConfigError
 from launcher_scripts.common.hosts import Gpu
-from stages import defaults
+from stages import choices
 from tests.login.conftest import LOCAL, Compose, Planner, write_nemo
 
 CONFIG = {
@@ -65,7 +65,7 @@ def test_a_model_is_divided_as_its_memory_needs(
     more: tuple[str, ...],
     tp_size: int,
 ) -> None:
-    monkeypatch.setattr(defaults, "visible_gpus", lambda: [Gpu(size * GIB, 9.0) for size in gpus])
+    monkeypatch.setattr(choices, "visible_gpus", lambda: [Gpu(size * GIB, 9.0) for size in gpus])
     values = hydra_config(LOCAL, seven_billions, *more)
     assert values["export"]["model"]["tensor_model_parallel_size"] == tp_size
     assert f"export_tp{tp_size}_" in values["export"]["run"]["results_dir"]
@@ -89,7 +89,7 @@ def test_heads_decide_where_the_files_do_not_tell_the_memory(
     hydra_config: Compose, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_nemo(tmp_path / "six.nemo", num_layers=2, num_attention_heads=6)
-    monkeypatch.setattr(defaults, "visible_gpus", lambda: [Gpu(1, 9.0)] * 8)
+    monkeypatch.setattr(choices, "visible_gpus", lambda: [Gpu(1, 9.0)] * 8)
     config = hydra_config(LOCAL, f"export.model.checkpoint_path={path}")
     assert config["export"]["model"]["tensor_model_parallel_size"] == 2  # heads 6, MLP 64
 

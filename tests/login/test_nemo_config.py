@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from launcher_scripts.checkpoint.formats import nemo_config
 from launcher_scripts.checkpoint.formats.archive import Archive
 from launcher_scripts.checkpoint.formats.nemo_config import NemoSizes, find_checkpoint, read_sizes
 from launcher_scripts.checkpoint.sources import nemo_files
-from launcher_scripts.checkpoint.tokenizers import nemo_tokenizer
 from launcher_scripts.common.errors import CheckpointError
 from tests.login.conftest import write_nemo
 
@@ -35,7 +35,7 @@ def test_the_configuration_may_lie_deeper(tmp_path: Path, *, packed: bool) -> No
         with tarfile.open(path, "w") as archive:
             archive.add(tmp_path / "outer", ".")
     assert read_sizes(path) == NemoSizes(3, 12, 64)
-    nemo_tokenizer.check_tokenizer(path)
+    nemo_config.check_tokenizer(path)
     root, config = nemo_files.read_config(Archive(path))
     assert (root, config["num_layers"]) == ("model_content/", 3)
 
@@ -124,9 +124,9 @@ def test_a_large_compressed_checkpoint_is_not_read_to_its_end(
     (tmp_path / "m_content" / "a1_spm.model").unlink()
     with tarfile.open(path, mode) as archive:
         archive.add(tmp_path / "m_content", ".")
-    monkeypatch.setattr(nemo_tokenizer, "_MAX_DECOMPRESSED_BYTES", 512)
+    monkeypatch.setattr(nemo_config, "_MAX_DECOMPRESSED_BYTES", 512)
     if looks:
         with pytest.raises(CheckpointError, match=r"lost\.model"):
-            nemo_tokenizer.check_tokenizer(path)
+            nemo_config.check_tokenizer(path)
     else:
-        nemo_tokenizer.check_tokenizer(path)
+        nemo_config.check_tokenizer(path)

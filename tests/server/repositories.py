@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from launcher_scripts.checkpoint.repository.model_repository import ModelRepository
+from launcher_scripts.checkpoint.model_repository import ModelRepository
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.config.settings import ExportSettings
 from launcher_scripts.models.family import ModelConfig

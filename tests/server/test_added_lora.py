@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from launcher_scripts.checkpoint.export import export
-from launcher_scripts.checkpoint.repository.model_repository import ModelRepository
+from launcher_scripts.checkpoint.model_repository import ModelRepository
 from launcher_scripts.config.export import TokenizerSettings
 from launcher_scripts.config.gateway import DeployedGateway
 from tests.checkpoint.test_lora_stack import CASES, peft

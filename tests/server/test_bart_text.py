@@ -25,7 +25,7 @@ from tritonclient.utils import InferenceServerException
 
 from launcher_scripts.checkpoint.export import export
 from launcher_scripts.checkpoint.fastertransformer.config_ini import read_config
-from launcher_scripts.checkpoint.repository.model_repository import ModelRepository
+from launcher_scripts.checkpoint.model_repository import ModelRepository
 from launcher_scripts.config.evaluation import GenerationSettings, TaskSettings
 from launcher_scripts.config.settings import EvaluateSettings, write_settings
 from launcher_scripts.steps import measure_accuracy

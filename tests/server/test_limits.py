@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from launcher_scripts.server.limits import OPEN_FILES, STACK_BYTES
+from launcher_scripts.common.processes import OPEN_FILES, STACK_BYTES
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 import resource, sys
-from launcher_scripts.server.limits import server_limits, set_limits
+from launcher_scripts.common.processes import server_limits, set_limits
 kind = getattr(resource, sys.argv[1])
 _, hard = resource.getrlimit(kind)
 resource.setrlimit(kind, (eval(sys.argv[2]), eval(sys.argv[3])))
@@ -56,7 +56,7 @@ def limits_after(kind: str, soft: str, hard: str) -> int:
 
 KEEPING = """
 import os, sys
-from launcher_scripts.server.limits import server_limits, set_limits
+from launcher_scripts.common.processes import server_limits, set_limits
 set_limits(server_limits())
 file = os.open(sys.argv[1], os.O_CREAT | os.O_RDWR, 0o644)
 for mode in (0o644, 0o640):

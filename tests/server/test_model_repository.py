@@ -15,8 +15,7 @@ from typing import Any
 
 import pytest
 
-from launcher_scripts.checkpoint.repository.model_repository import ModelRepository
-from launcher_scripts.checkpoint.repository.text_models import check_text_models
+from launcher_scripts.checkpoint.model_repository import ModelRepository, check_text_models
 from launcher_scripts.common.errors import CheckpointError, ConfigError, LauncherError
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.config.export import TokenizerSettings

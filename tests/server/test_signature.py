@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from launcher_scripts.checkpoint.repository.signature import FILE_NAME, verify_signature
+from launcher_scripts.checkpoint.signature import FILE_NAME, verify_signature
 from launcher_scripts.common.errors import CheckpointError, ConfigError
 from launcher_scripts.config.security import SigningKey, TrustedSigner
 from launcher_scripts.config.settings import DeploySettings

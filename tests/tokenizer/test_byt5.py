@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import ByT5Tokenizer, T5Config, T5ForConditionalGeneration
 
-from launcher_scripts.checkpoint.tokenizers.nemo_tokenizer import check_tokenizer
+from launcher_scripts.checkpoint.formats.nemo_config import check_tokenizer
 from launcher_scripts.common.errors import CheckpointError
 from launcher_scripts.common.tokenizer import TokenizerError, load_tokenizer, tokenizer_files
 from launcher_scripts.config.export import TokenizerSettings

@@ -169,7 +169,7 @@ def test_every_byte_has_its_character() -> None:
     """GPT-2's table, as the library has it: what it decodes to is the byte."""
     from tokenizers.decoders import ByteLevel
 
-    from launcher_scripts.common.tokenizer.fast import _byte_characters
+    from launcher_scripts.common.tokenizer.libraries import _byte_characters
 
     table = _byte_characters()
     assert sorted(table.values()) == list(range(256))

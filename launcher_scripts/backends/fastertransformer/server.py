@@ -1,12 +1,5 @@
-"""The server of a model: its parameters in config.pbtxt, its nodes and its status file.
-
-A model whose server runs on several nodes: on node 0 it serves, on the others it hosts ranks.
-
-There its initialize() lasts as long as the model does, so that server never looks ready.
-
-What the server may know of a model: one small file, written whole.
-
-The server names a folder in LAUNCHER_STATUS_DIR; without it nothing is written.
+"""The server of a model: its parameters in config.pbtxt, its nodes and its status file; and the end
+of a model's process when its server is gone.
 """
 
 from __future__ import annotations
@@ -15,11 +8,14 @@ import json
 import os
 import platform
 import signal
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -30,7 +26,13 @@ from launcher_scripts.common.errors import ConfigError, Problems, ServerError, p
 from launcher_scripts.common.files import atomic_write
 from launcher_scripts.common.hosts import ATTEMPT_VARIABLE, INTERFACE_VARIABLE, find_node_rank
 from launcher_scripts.common.parallelism import Parallelism
-from launcher_scripts.common.processes import process_name
+from launcher_scripts.common.processes import (
+    process_name,
+    process_stat,
+    signal_when_parent_dies,
+    this_environment,
+    this_python,
+)
 from launcher_scripts.common.quantization import kv_cache_dtype_of, quantization_of
 from launcher_scripts.contract.contracts import CONTRACTS
 from launcher_scripts.engine.core.requests import MAX_BEAMS
@@ -321,3 +323,53 @@ def versions() -> dict[str, str]:
     if torch.version.cuda is not None:
         result["cuda"] = torch.version.cuda
     return result
+
+
+PARENT_POLL_SECONDS = 1.0
+
+
+def started_by(words: Sequence[bytes]) -> int:
+    """The server's process id, by the stub's command line: its parent may have gone before now.
+
+    words: triton_python_backend_stub MODEL REGION SIZE GROWTH SERVER ...
+    """
+    if words[0].endswith(b"triton_python_backend_stub") and len(words) > 5:
+        return int(words[5])
+    return os.getppid()
+
+
+class ServerWatch:
+    """Ends this process when its server is gone; else its ranks, and those of other nodes, would
+    stay with it.
+    """
+
+    def __init__(self) -> None:
+        server = started_by(Path("/proc/self/cmdline").read_bytes().split(b"\0"))
+        self._process = subprocess.Popen(
+            [this_python(), "-m", __name__, str(server)],
+            env=this_environment(),
+            stdin=subprocess.DEVNULL,
+            preexec_fn=partial(signal_when_parent_dies, signal.SIGKILL),
+        )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def watch_parent(server: int) -> None:
+    """Kill this process's parent once `server` is no more the parent of that."""
+    model = os.getppid()
+    with suppress(OSError):  # it has ended by itself
+        while process_stat(model).parent == server:
+            time.sleep(PARENT_POLL_SECONDS)
+        if os.getppid() == model:
+            os.kill(model, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    watch_parent(int(sys.argv[1]))

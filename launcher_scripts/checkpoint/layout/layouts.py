@@ -27,6 +27,10 @@ from launcher_scripts.checkpoint.layout.inverses import (
     channels_of_taps,
     codegen_rows,
     columns_of,
+    conv_taps,
+    conv_taps_side_by_side,
+    delta_of_key_heads,
+    delta_side_by_side,
     divided_by_root_hidden,
     interleaved_rows_of_blocks,
     neighbouring_rows,
@@ -40,12 +44,6 @@ from launcher_scripts.checkpoint.layout.inverses import (
     sum_of_rows,
     swapped_rows_of_blocks,
     with_padding_rows,
-)
-from launcher_scripts.checkpoint.layout.mixer_layouts import (
-    conv_taps,
-    conv_taps_side_by_side,
-    delta_of_key_heads,
-    delta_side_by_side,
 )
 from launcher_scripts.common.errors import CheckpointError, problem
 from launcher_scripts.models.bart import NEVER

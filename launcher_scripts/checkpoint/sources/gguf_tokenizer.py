@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from launcher_scripts.checkpoint.tokenizers.nemo_tokenizer import ADVICE
+from launcher_scripts.checkpoint.formats.nemo_config import ADVICE
 from launcher_scripts.checkpoint.tokenizers.vocabularies import (
     CHARSMAP,
     CONTROL,

@@ -34,11 +34,11 @@ import yaml
 from numpy.typing import NDArray
 
 from launcher_scripts.checkpoint.formats.archive import Archive
+from launcher_scripts.checkpoint.formats.nemo_config import ARTIFACT
 from launcher_scripts.checkpoint.layout.source_checkpoint import Hints
 from launcher_scripts.checkpoint.layout.tasks import make_plan
 from launcher_scripts.checkpoint.sources.gguf_checkpoint import GGUFCheckpoint
 from launcher_scripts.checkpoint.sources.gguf_tokenizer import special_tokens
-from launcher_scripts.checkpoint.tokenizers.nemo_tokenizer import ARTIFACT
 from launcher_scripts.common.errors import CheckpointError, Problems, problem
 from launcher_scripts.models import gpt_weights
 from launcher_scripts.models.gpt import GPTConfig

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from launcher_scripts.checkpoint.tokenizers.nemo_tokenizer import ADVICE
+from launcher_scripts.checkpoint.formats.nemo_config import ADVICE
 from launcher_scripts.checkpoint.tokenizers.tokenizer_classes import (
     BACKEND,
     CLASSES,

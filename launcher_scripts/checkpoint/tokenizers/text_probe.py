@@ -15,8 +15,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from launcher_scripts.checkpoint.formats.nemo_config import ADVICE
 from launcher_scripts.checkpoint.tokenizers.huggingface_tokenizers import unified
-from launcher_scripts.checkpoint.tokenizers.nemo_tokenizer import ADVICE
 from launcher_scripts.common.errors import CheckpointError, Problems, problem
 from launcher_scripts.common.limited_process import LimitedProcesses, WorkLimitError, WorkLimits
 from launcher_scripts.common.rendering import FAILURE, SYNTAX

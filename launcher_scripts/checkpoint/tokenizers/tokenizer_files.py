@@ -16,8 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from launcher_scripts.checkpoint.formats.archive import Archive
-from launcher_scripts.checkpoint.tokenizers.huggingface_tokenizers import ADDED_TOKENS
-from launcher_scripts.checkpoint.tokenizers.nemo_tokenizer import (
+from launcher_scripts.checkpoint.formats.nemo_config import (
     ADVICE,
     ARTIFACT,
     COMPANIONS,
@@ -28,6 +27,7 @@ from launcher_scripts.checkpoint.tokenizers.nemo_tokenizer import (
     named_files,
     no_tokenizer,
 )
+from launcher_scripts.checkpoint.tokenizers.huggingface_tokenizers import ADDED_TOKENS
 from launcher_scripts.checkpoint.tokenizers.text_probe import (
     check_templates,
     loaded_tokenizer,

@@ -20,10 +20,11 @@ from .base import (
     tokenizer_class,
     tokenizer_config,
 )
-from .fast import GPT2Tokenizer, HuggingFaceTokenizer
-from .pieces import (
+from .libraries import (
     BYT5,
     ByT5Tokenizer,
+    GPT2Tokenizer,
+    HuggingFaceTokenizer,
     M2M100Tokenizer,
     MarianTokenizer,
     PieceTokenizer,

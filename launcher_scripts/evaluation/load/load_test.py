@@ -50,7 +50,7 @@ from launcher_scripts.evaluation.load.figures import (
 )
 from launcher_scripts.evaluation.load.paths import Target, TokenRequest
 from launcher_scripts.evaluation.served.client import Client
-from launcher_scripts.evaluation.served.tokenizer_dir import read_tokenizer, read_vocab_size
+from launcher_scripts.evaluation.tasks.prompts import read_tokenizer, read_vocab_size
 
 _START_SECONDS = 120.0  # for a process to import what it needs
 

@@ -24,9 +24,8 @@ from numpy.typing import NDArray
 
 from launcher_scripts.common.errors import ConfigError, Problems, ServerError
 from launcher_scripts.config.evaluation import TaskSettings
-from launcher_scripts.evaluation.served.tokenizer_dir import read_model_ini
 from launcher_scripts.evaluation.tasks.logits import next_log_probs
-from launcher_scripts.evaluation.tasks.prompts import numbered, read_lines
+from launcher_scripts.evaluation.tasks.prompts import numbered, read_lines, read_model_ini
 from launcher_scripts.evaluation.tasks.task import (
     EvaluatedModel,
     Metric,

@@ -36,20 +36,18 @@ from launcher_scripts.evaluation.tasks.task import (
 )
 from launcher_scripts.evaluation.twin.certificate import measurements, statement
 from launcher_scripts.evaluation.twin.diagnosis import (
+    PROBES,
     TOKENIZER,
     DiagnosisSample,
     Finding,
     Inspection,
-    diagnose,
-)
-from launcher_scripts.evaluation.twin.faults import COMPUTED, LayerTrace, faults_of
-from launcher_scripts.evaluation.twin.texts import (
-    PROBES,
     TextSide,
     chat_finding,
+    diagnose,
     text_findings,
     vocabulary_finding,
 )
+from launcher_scripts.evaluation.twin.faults import COMPUTED, LayerTrace, faults_of
 
 DATA_FILE = Path(__file__).parents[1] / "data" / "lambada_first200.jsonl"
 DATA_KEY = "evaluate.twin.data_file"
