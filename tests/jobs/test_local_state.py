@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher_scripts.cluster import foreground
-from launcher_scripts.cluster.foreground import PROCESS, end_group, note_process, request_end
+from launcher_scripts.cluster import record
+from launcher_scripts.cluster.record import PROCESS, end_group, note_process, request_end
 from launcher_scripts.common.errors import ClusterError
 
 
@@ -21,7 +21,7 @@ def signalled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     numbers: list[int] = []
     for name in ("kill", "killpg"):
         monkeypatch.setattr(os, name, lambda pid, _: numbers.append(pid))
-    monkeypatch.setattr(foreground, "_KILL_SECONDS", 0.0)
+    monkeypatch.setattr(record, "_KILL_SECONDS", 0.0)
     return numbers
 
 
