@@ -55,7 +55,7 @@ try:
         with_texts_of_variables,
     )
     from stages.deploy import register_deployed_gateway
-    from stages.plan import Plan, configurations, make_plan
+    from stages.plan import DeploymentPlan, configurations, make_plan
 except ModuleNotFoundError as missing:
     print(
         f"error: {sys.executable} has no package {missing.name}: `make setup` installs all of them "
@@ -78,7 +78,7 @@ def register() -> None:
     register_file_source()
 
 
-def read(config: DictConfig, overrides: Sequence[str] = ()) -> Plan:
+def read(config: DictConfig, overrides: Sequence[str] = ()) -> DeploymentPlan:
     """Everything that will be done, checked.
 
     overrides: the `key=value` of the command line

@@ -20,10 +20,10 @@ from dataclasses import replace
 
 from benchmarks.exact_server import MODEL
 from launcher_scripts.config.evaluation import GoodputBounds, LoadPrompts, LoadSettings
-from launcher_scripts.evaluation.load.driver import DriverResult, Load, Prompts, make_plan
+from launcher_scripts.evaluation.load.driver import DriverResult, Prompts, RunLoad, plan_clients
 from launcher_scripts.evaluation.load.figures import LoadRun, run_figures
 from launcher_scripts.evaluation.load.load_test import run_guidellm, run_plan
-from launcher_scripts.evaluation.load.paths import Target, TokenRequest
+from launcher_scripts.evaluation.load.paths import LoadTarget, TokenRequest
 
 FIRST_MS, NEXT_MS, INPUT, OUTPUT = 500.0, 50.0, 16, 32
 MOST_APART = 0.03
@@ -39,8 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     apart = 0.0
     with exact_server() as address:
-        target = Target("gateway", (address,), TokenRequest(MODEL, "GPT"), stream=True)
-        for load in (Load(clients=arguments.clients), Load(rate=arguments.rate)):
+        target = LoadTarget("gateway", (address,), TokenRequest(MODEL, "GPT"), stream=True)
+        for load in (RunLoad(clients=arguments.clients), RunLoad(rate=arguments.rate)):
             runs = measured(target, load, arguments.requests)
             table = rows(runs, expected(load))
             print(f"\n{load.text}\n" + json.dumps(table, indent=1), flush=True)
@@ -61,11 +61,11 @@ def exact_server() -> Iterator[str]:
             process.terminate()
 
 
-def measured(target: Target, load: Load, requests: int) -> dict[str, LoadRun]:
+def measured(target: LoadTarget, load: RunLoad, requests: int) -> dict[str, LoadRun]:
     """The same plan by both."""
     settings = LoadSettings(requests=requests, seconds=None, warmup=0.0)
     prompts = Prompts(LoadPrompts(input=INPUT, output=OUTPUT), settings.seed, 100)
-    plan = make_plan(settings, load, prompts, 60.0)
+    plan = plan_clients(settings, load, prompts, 60.0)
     texts = [
         " ".join(WORDS[token % len(WORDS)] for token in each.prompt_ids) for each in plan.requests
     ]
@@ -77,14 +77,14 @@ def measured(target: Target, load: Load, requests: int) -> dict[str, LoadRun]:
     }
 
 
-def figures(load: Load, driven: Sequence[DriverResult]) -> LoadRun:
+def figures(load: RunLoad, driven: Sequence[DriverResult]) -> LoadRun:
     run = run_figures("gateway", load, driven, None, GoodputBounds())
     if run.failed or run.generated_tokens != OUTPUT * run.requests:
         raise RuntimeError(f"a run is not whole: {replace(run, timeline=())}")
     return run
 
 
-def expected(load: Load) -> dict[str, float | None]:
+def expected(load: RunLoad) -> dict[str, float | None]:
     """What the server's times make; the open loop's own arrivals say its tokens per second."""
     latency = FIRST_MS + (OUTPUT - 1) * NEXT_MS
     rate = None if load.clients is None else load.clients * OUTPUT * 1e3 / latency

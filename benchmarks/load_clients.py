@@ -9,10 +9,16 @@ import numpy as np
 from benchmarks.repositories import RandomModel
 from benchmarks.serving import INPUTS, OUTPUTS
 from launcher_scripts.config.evaluation import GoodputBounds, LoadPrompts, LoadSettings
-from launcher_scripts.evaluation.load.driver import Answer, DriverResult, Load, Prompts, make_plan
+from launcher_scripts.evaluation.load.driver import (
+    DriverResult,
+    Prompts,
+    RunLoad,
+    TimedResponse,
+    plan_clients,
+)
 from launcher_scripts.evaluation.load.figures import percentiles, run_figures
 from launcher_scripts.evaluation.load.load_test import run_plan
-from launcher_scripts.evaluation.load.paths import Target, TokenRequest
+from launcher_scripts.evaluation.load.paths import LoadTarget, TokenRequest
 from launcher_scripts.models.t5 import T5Config
 
 PROCESSES = 8
@@ -26,10 +32,10 @@ MIXED = LoadPrompts(
 )
 
 
-def load_target(path: str, address: str, model: RandomModel, *, stream: bool) -> Target:
+def load_target(path: str, address: str, model: RandomModel, *, stream: bool) -> LoadTarget:
     """The way to a model of `benchmarks.repositories`."""
     kind = "T5" if isinstance(model.config, T5Config) else "GPT"
-    return Target(path, (address,), TokenRequest(model.name, kind), stream)
+    return LoadTarget(path, (address,), TokenRequest(model.name, kind), stream)
 
 
 def settle_seconds(clients: int) -> float:
@@ -37,17 +43,17 @@ def settle_seconds(clients: int) -> float:
     return 3.0 + clients / 40
 
 
-def measured(target: Target, vocab_size: int, clients: int, processes: int = PROCESSES) -> dict:
+def measured(target: LoadTarget, vocab_size: int, clients: int, processes: int = PROCESSES) -> dict:
     """The figures of SECONDS once clients have settled. Raises RuntimeError for failed requests."""
     warmup = settle_seconds(clients)
     settings = LoadSettings(clients=(clients,), seconds=SECONDS, warmup=warmup)
-    load = Load(clients=clients)
+    load = RunLoad(clients=clients)
     prompts = Prompts(MIXED, settings.seed, vocab_size)
-    plan = make_plan(settings, load, prompts, TIMEOUT_SECONDS)
+    plan = plan_clients(settings, load, prompts, TIMEOUT_SECONDS)
     return figures(load, run_plan(target, plan, processes))
 
 
-def all_answered(driven: Sequence[DriverResult]) -> list[Answer]:
+def all_answered(driven: Sequence[DriverResult]) -> list[TimedResponse]:
     """The answers of all clients. Raises RuntimeError when a request failed."""
     answers = [answer for each in driven for answer in each.answers]
     failed = [answer.error for answer in answers if answer.error is not None]
@@ -56,7 +62,7 @@ def all_answered(driven: Sequence[DriverResult]) -> list[Answer]:
     return answers
 
 
-def figures(load: Load, driven: Sequence[DriverResult]) -> dict:
+def figures(load: RunLoad, driven: Sequence[DriverResult]) -> dict:
     """Of requests asked in the time that counts; tokens per second of all that came in it."""
     answers = all_answered(driven)
     run = run_figures("", load, driven, SECONDS, GoodputBounds())
@@ -77,5 +83,5 @@ def figures(load: Load, driven: Sequence[DriverResult]) -> dict:
     }
 
 
-def _gaps(answer: Answer) -> Sequence[float]:
+def _gaps(answer: TimedResponse) -> Sequence[float]:
     return [float(gap) for gap in np.diff([at for at, _ in answer.responses])]

@@ -30,10 +30,10 @@ from benchmarks.repositories import RandomModel
 from benchmarks.serving import Server, counted
 from benchmarks.shapes import CONFIGS, TINY
 from launcher_scripts.contract.metric_names import PREFIX_HITS, PREFIX_QUERIES
-from launcher_scripts.evaluation.load.driver import DriverResult, LoadRequest, Plan
+from launcher_scripts.evaluation.load.driver import ClientPlan, DriverResult, LoadRequest
 from launcher_scripts.evaluation.load.figures import first_token, percentiles
 from launcher_scripts.evaluation.load.load_test import run_plan
-from launcher_scripts.evaluation.load.paths import Target
+from launcher_scripts.evaluation.load.paths import LoadTarget
 from launcher_scripts.models.gpt import GPTConfig
 
 MODEL = "prefix-cache"
@@ -114,12 +114,14 @@ def requests(
     )
 
 
-def asked_by(clients: int, asked: tuple[LoadRequest, ...]) -> Plan:
+def asked_by(clients: int, asked: tuple[LoadRequest, ...]) -> ClientPlan:
     """All of them, by so many clients of which each has one request at a time."""
-    return Plan(asked, clients, len(asked), None, 0.0, TIMEOUT_SECONDS)
+    return ClientPlan(asked, clients, len(asked), None, 0.0, TIMEOUT_SECONDS)
 
 
-def row(how: str, clients: int, target: Target, plans: Sequence[Plan], ready: dict) -> dict:
+def row(
+    how: str, clients: int, target: LoadTarget, plans: Sequence[ClientPlan], ready: dict
+) -> dict:
     """Raises RuntimeError when a request failed."""
     driven: list[DriverResult] = []
     for plan in plans:

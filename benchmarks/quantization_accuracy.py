@@ -141,14 +141,14 @@ def measure_translator(folder: Path, pairs: Path) -> Iterator[str]:
 def measure_gpt(folder: Path) -> Iterator[str]:
     """LAMBADA, and the items judged otherwise than by the fp32 model."""
     tokenizer = load_tokenizer(folder)
-    items = lambada.make_items(lambada.read_texts(LAMBADA_ITEMS), tokenizer.encode)
+    items = lambada.make_items(lambada.read_passages(LAMBADA_ITEMS), tokenizer.encode)
     reference: list[bool] = []
     logits = Logits(items)
     for settings in configurations(folder):
         engine = Engine.load(settings)
-        results = list(lambada.measure(items, logits.of(engine)))
+        results = list(lambada.score_items(items, logits.of(engine)))
         engine.close()
-        figures = lambada.summarise(results)
+        figures = lambada.summarise_lambada(results)
         correct = [result["correct"] for result in results]
         reference = reference or correct
         differing = sum(a != b for a, b in zip(correct, reference, strict=True))

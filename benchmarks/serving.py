@@ -23,7 +23,7 @@ from benchmarks.shapes import Case
 from launcher_scripts.common.http_client import query
 from launcher_scripts.config.gateway import DeployedGateway
 from launcher_scripts.config.settings import DeploySettings, write_settings
-from launcher_scripts.contract.metric_names import Metric, parse_values
+from launcher_scripts.contract.metric_names import MetricSpec, parse_values
 from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.evaluation.served.client import Client
 
@@ -90,7 +90,7 @@ class Server:
             self._process.wait(60)
 
 
-def counted(ready: dict[str, Any], metric: Metric) -> float:
+def counted(ready: dict[str, Any], metric: MetricSpec) -> float:
     """What a server has counted, over all labels. ready: what its ready.json says"""
     _, text = query(ready["metrics"], "/metrics", 60.0)
     return sum(parse_values(text).get(metric.name, ()))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from launcher_scripts.clients.connection import Tensors
-from launcher_scripts.clients.remote import Models, RemoteServer
+from launcher_scripts.clients.remote import RemoteServer, ServerModels
 from launcher_scripts.common.errors import ServerError
 from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
 from launcher_scripts.evaluation.served.tensors import request_tensors, row_outputs
@@ -27,7 +27,7 @@ class Case:
 
     name: str
     kind: str
-    models: Models
+    models: ServerModels
     rows: tuple[GenerateRequest, ...] = ()
     tensors: Tensors | None = None
     stops: int | None = None
@@ -53,12 +53,12 @@ class Case:
 class Kind:
     """make: cases of a model from a random stream; streams: whether it needs a decoupled model."""
 
-    make: Callable[[Models, np.random.Generator, int], Iterator[Case]]
+    make: Callable[[ServerModels, np.random.Generator, int], Iterator[Case]]
     ask: Callable[[Case, RemoteServer], Any]
     streams: bool | None = None
 
 
-def make_cases(models: Sequence[Models], vocab_size: int, each: int) -> list[Case]:
+def make_cases(models: Sequence[ServerModels], vocab_size: int, each: int) -> list[Case]:
     """`each` cases of every kind that a model can answer, for every model; always the same."""
     cases = []
     for model in models:
@@ -80,12 +80,12 @@ def _row(random: np.random.Generator, vocab: int, **sampling: Any) -> GenerateRe
     return GenerateRequest(tuple(map(int, ids)), count, SamplingParameters(**sampling))
 
 
-def _plain(models: Models, random: np.random.Generator, vocab: int) -> Iterator[Case]:
+def _plain(models: ServerModels, random: np.random.Generator, vocab: int) -> Iterator[Case]:
     while True:
         yield Case("", "", models, (_row(random, vocab),))
 
 
-def _sampled(models: Models, random: np.random.Generator, vocab: int) -> Iterator[Case]:
+def _sampled(models: ServerModels, random: np.random.Generator, vocab: int) -> Iterator[Case]:
     while True:
         rows = [
             _row(
@@ -102,13 +102,13 @@ def _sampled(models: Models, random: np.random.Generator, vocab: int) -> Iterato
         yield Case("", "", models, tuple(rows))
 
 
-def _beams(models: Models, random: np.random.Generator, vocab: int) -> Iterator[Case]:
+def _beams(models: ServerModels, random: np.random.Generator, vocab: int) -> Iterator[Case]:
     while True:
         width = int(random.integers(2, 5))
         yield Case("", "", models, (_row(random, vocab, beam_width=width, len_penalty=0.6),))
 
 
-def _words(models: Models, random: np.random.Generator, vocab: int) -> Iterator[Case]:
+def _words(models: ServerModels, random: np.random.Generator, vocab: int) -> Iterator[Case]:
     while True:
         bad = tuple((int(word),) for word in random.integers(0, vocab, 4))
         stop = ((int(random.integers(0, vocab)), int(random.integers(0, vocab))),)
@@ -116,27 +116,27 @@ def _words(models: Models, random: np.random.Generator, vocab: int) -> Iterator[
         yield Case("", "", models, (row,))
 
 
-def _guided(models: Models, random: np.random.Generator, vocab: int) -> Iterator[Case]:
+def _guided(models: ServerModels, random: np.random.Generator, vocab: int) -> Iterator[Case]:
     while True:
         grammar = f'{{"regex": "[a-z ]{{1,{int(random.integers(4, 40))}}}"}}'
         row = replace(_row(random, vocab), guided_grammar=grammar)
         yield Case("", "", models, (row,))
 
 
-def _scored(models: Models, random: np.random.Generator, vocab: int) -> Iterator[Case]:
+def _scored(models: ServerModels, random: np.random.Generator, vocab: int) -> Iterator[Case]:
     while True:
         count = int(random.integers(0, 10))
         row = replace(_row(random, vocab), num_log_probs=count, num_prompt_log_probs=count)
         yield Case("", "", models, (row,))
 
 
-def _cancelled(models: Models, random: np.random.Generator, vocab: int) -> Iterator[Case]:
+def _cancelled(models: ServerModels, random: np.random.Generator, vocab: int) -> Iterator[Case]:
     while True:
         row = replace(_row(random, vocab, min_length=24), output_len=24)
         yield Case("", "", models, (row,), stops=int(random.integers(1, 8)))
 
 
-def _bad(models: Models, random: np.random.Generator, vocab: int) -> Iterator[Case]:
+def _bad(models: ServerModels, random: np.random.Generator, vocab: int) -> Iterator[Case]:
     """Requests that must be refused, one after another in a circle."""
     while True:
         row = _row(random, vocab)
@@ -154,7 +154,7 @@ def _bad(models: Models, random: np.random.Generator, vocab: int) -> Iterator[Ca
             yield Case("", "", models, tensors={**good, **changes})
 
 
-def _text(models: Models, random: np.random.Generator, vocab: int) -> Iterator[Case]:  # noqa: ARG001
+def _text(models: ServerModels, random: np.random.Generator, vocab: int) -> Iterator[Case]:  # noqa: ARG001
     while True:
         text = str(random.choice(WORDS)).encode()
         tensors = {

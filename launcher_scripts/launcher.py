@@ -166,7 +166,7 @@ def _export_file(path: Path) -> str | None:
 
     try:
         checkpoint = nemo_config.find_checkpoint(path.expanduser())
-        nemo = nemo_config.read_config(checkpoint)
+        nemo = nemo_config.read_nemo_config(checkpoint)
         if nemo is not None:
             return _EXPORT_FILES["t5"] if isinstance(nemo[1].get("encoder"), dict) else None
         config = huggingface_architectures.read_sizes(checkpoint)

@@ -39,7 +39,7 @@ from launcher_scripts.models import value_count
 from launcher_scripts.models.family import ModelConfig
 from stages import STAGES
 from stages.checks import Checks, Mount
-from stages.export import read_sizes
+from stages.export import checkpoint_sizes
 
 _CHOICE = re.compile(r"(?P<group>\w+)(?:@[\w.]+)?=(?P<choice>[\w.\-/]*)")
 _WITHOUT_VALUE = ("-m", "--multirun", "--resolve", "-h", "--help", "--hydra-help")
@@ -402,7 +402,7 @@ def _model_and_bytes(config: DictConfig) -> tuple[Any, float | None]:
         return None, None
     location = _checks(config).on_host(absolute(path))
     try:
-        model = read_sizes(location)
+        model = checkpoint_sizes(location)
     except (CheckpointError, OSError):
         return None, None  # the export's checks say what is wrong with it
     deployment = config.export.triton_deployment

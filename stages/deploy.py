@@ -23,7 +23,7 @@ from launcher_scripts.config.security import LOOPBACK, VERIFY_SIGNATURE, Trusted
 from launcher_scripts.config.settings import AUTO, DeploySettings, ServerOptions
 from launcher_scripts.models.repository import (
     BACKEND_MODEL_TYPES,
-    ServedModel,
+    RepositoryModel,
     is_remote,
     served_models,
     serving_options,
@@ -123,7 +123,7 @@ class Deploy(ServiceStage):
         return Path(absolute(self.block.model_repository))
 
     @cached_property
-    def models(self) -> list[ServedModel]:
+    def models(self) -> list[RepositoryModel]:
         """The models that will be served; empty where that cannot be known here.
 
         A repository that the export of the same run is about to write does not exist yet, so its
@@ -139,7 +139,7 @@ class Deploy(ServiceStage):
                     export_settings.model_type, export_settings.model_type
                 )
                 return [
-                    ServedModel(
+                    RepositoryModel(
                         export_settings.model_name,
                         served_as,
                         export_settings.parallelism,

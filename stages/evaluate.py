@@ -21,10 +21,10 @@ from launcher_scripts.config.options import (
     values_of,
     with_absolute_paths,
 )
-from launcher_scripts.config.policy import opened
+from launcher_scripts.config.policy import open_policy
 from launcher_scripts.config.settings import EvaluateOptions, EvaluateSettings
 from launcher_scripts.contract.contracts import CONTRACTS
-from launcher_scripts.models.repository import ServedModel
+from launcher_scripts.models.repository import RepositoryModel
 from stages.deploy import Deploy, Gateway
 from stages.stage import ClientRun, Stage
 
@@ -90,7 +90,7 @@ class Evaluate(Stage):
             tokenizer_dir=str(self.tokenizer_dir),
             tasks=block.task_settings(),
             **values_of(EvaluateOptions, block)
-            | {"policy": opened(block.policy), "harness": self._harness()},
+            | {"policy": open_policy(block.policy), "harness": self._harness()},
         )
         return with_absolute_paths(settings)
 
@@ -184,7 +184,7 @@ class Evaluate(Stage):
         )
 
     @cached_property
-    def served_model(self) -> ServedModel | None:
+    def served_model(self) -> RepositoryModel | None:
         """The model that is asked, where the repository is known here."""
         models = self._deploy.models
         return next((model for model in models if model.name == self.block.model_name), None)

@@ -14,7 +14,7 @@ from launcher_scripts.checkpoint.fastertransformer.config_ini import (
     random_config,
 )
 from launcher_scripts.checkpoint.formats import nemo_config
-from launcher_scripts.checkpoint.formats.nemo_config import check_tokenizer
+from launcher_scripts.checkpoint.formats.nemo_config import check_source_tokenizer
 from launcher_scripts.checkpoint.sources import huggingface_architectures
 from launcher_scripts.checkpoint.sources.locations import hub_advice, not_a_checkpoint, snapshot_of
 from launcher_scripts.common.errors import CheckpointError, ConfigError, problem
@@ -215,7 +215,7 @@ class Export(Stage):
             lacking = not_a_checkpoint(path) if source == AUTO else ""
             if lacking:
                 raise CheckpointError(f"{path}: {lacking}")
-            model = read_sizes(path, source)
+            model = checkpoint_sizes(path, source)
         except CheckpointError as error:
             checks.problems.add(str(error), change=CHECKPOINT_KEY)
             return
@@ -224,7 +224,7 @@ class Export(Stage):
         self._check_space(model)
         if self.settings.tokenizer.source == "auto" and source != "random":
             with checks.problems.collecting():
-                check_tokenizer(path)
+                check_source_tokenizer(path)
 
     def _check_space(self, model: Any) -> None:
         """Room for the weights, where the checkpoint tells their number and none is written yet."""
@@ -235,7 +235,7 @@ class Export(Stage):
             checks.space(target, size, "base_results_dir or export.run.results_dir")
 
 
-def read_sizes(path: Path, source: str = "auto") -> Any:
+def checkpoint_sizes(path: Path, source: str = "auto") -> Any:
     """Returns what decides how a checkpoint can be divided; None if it cannot be known here.
 
     Raises CheckpointError for a damaged checkpoint.
@@ -243,7 +243,7 @@ def read_sizes(path: Path, source: str = "auto") -> Any:
     if source == "random":
         return random_config(path)
     path = snapshot_of(path)
-    model: Any = nemo_config.read_sizes(nemo_config.find_checkpoint(path))
+    model: Any = nemo_config.read_nemo_sizes(nemo_config.find_checkpoint(path))
     if model is None and source in ("auto", "huggingface"):
         model = huggingface_architectures.read_sizes(path)
     return model

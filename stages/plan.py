@@ -23,7 +23,7 @@ from launcher_scripts.common.errors import (
     problem,
 )
 from launcher_scripts.common.overlay import LATER_STEPS
-from launcher_scripts.common.processes import Interruption
+from launcher_scripts.common.processes import SignalInterruption
 from launcher_scripts.common.quantization import QUANTIZATIONS
 from launcher_scripts.config.evaluation import LadderPrecision, LadderSettings, check_rungs
 from launcher_scripts.config.options import build
@@ -166,7 +166,7 @@ def _precision_of(evaluate: Evaluate) -> LadderPrecision:
 
 
 @dataclass(frozen=True)
-class Plan:
+class DeploymentPlan:
     """Checked stages, in order.
 
     runs:   of every rung of a ladder, then of the comparison; without a ladder there is one run
@@ -252,7 +252,7 @@ class Plan:
         problems.raise_if_any(ClusterError)
         return "\n".join(answers)
 
-    def _submit_runs(self, interruption: Interruption) -> None:
+    def _submit_runs(self, interruption: SignalInterruption) -> None:
         previous: Submitted | None = None
         for number, jobs in enumerate(self.jobs_of_runs(_reserved_folder), 1):
             try:
@@ -284,7 +284,7 @@ class Plan:
         interrupts. Where jobs run here, a run of which one fails is given up, and the next begins.
         """
         self.ask_scheduler()
-        interruption = Interruption()
+        interruption = SignalInterruption()
         with interruption.listening():
             try:
                 self._submit_runs(interruption)
@@ -297,7 +297,7 @@ class Plan:
                 self.cluster.close()
 
 
-def make_plan(*configurations: Mapping[str, Any], overrides: Sequence[str] = ()) -> Plan:
+def make_plan(*configurations: Mapping[str, Any], overrides: Sequence[str] = ()) -> DeploymentPlan:
     """The plan of a resolved configuration, or of the configurations of a ladder's rungs.
 
     overrides: the `key=value` of the command line
@@ -318,7 +318,7 @@ def make_plan(*configurations: Mapping[str, Any], overrides: Sequence[str] = ())
     messages = (text for check in checks for text in check.problems.messages)
     problems.messages.extend(dict.fromkeys([*messages, *(() if first.config.dry_run else absent)]))
     problems.raise_if_any(ConfigError)
-    return Plan(tuple(runs), first.cluster, first.config.dry_run, absent)
+    return DeploymentPlan(tuple(runs), first.cluster, first.config.dry_run, absent)
 
 
 def _read(values: Mapping[str, Any]) -> Launch:

@@ -90,7 +90,7 @@ DOORS = {
     ),
     "triton": ("launcher_scripts/kernels/",),
     "msgspec": ("launcher_scripts/engine/",),
-    "model_signing": ("launcher_scripts/checkpoint/signature.py",),
+    "model_signing": ("launcher_scripts/checkpoint/verification.py",),
     "llguidance": ("launcher_scripts/backends/fastertransformer/guidance.py",),
     "torch": (
         "launcher_scripts/kernels/",

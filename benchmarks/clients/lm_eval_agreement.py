@@ -28,7 +28,7 @@ from launcher_scripts.evaluation.harness import (
     HarnessResult,
     lm_eval_version,
     models_of,
-    run,
+    run_harness,
     run_lm_eval,
 )
 
@@ -74,7 +74,7 @@ def answers(folder: Path, given: argparse.Namespace) -> dict[str, tuple[list[Ite
     card = models_of(address)[given.model]
     gateway = HarnessGateway(address, given.model, card["max_model_len"])
     version = lm_eval_version(settings)
-    served = run(settings, version, gateway, folder / "served")
+    served = run_harness(settings, version, gateway, folder / "served")
     reference = run_lm_eval(settings, version, hf_model(given.gguf), folder / "hf")
     sides = {
         task: (items_of(folder / "served", served, task), items_of(folder / "hf", reference, task))

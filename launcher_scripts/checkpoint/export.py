@@ -40,7 +40,7 @@ from launcher_scripts.checkpoint.layout.tasks import (
     reject_unfit,
     write_all,
 )
-from launcher_scripts.checkpoint.layout.workers import Progress, beside
+from launcher_scripts.checkpoint.layout.writing import Progress, in_background
 from launcher_scripts.checkpoint.model_repository import backend_model_type
 from launcher_scripts.checkpoint.sources import nemo_files
 from launcher_scripts.checkpoint.sources.adapters import AdaptedCheckpoint, with_adapters
@@ -313,7 +313,7 @@ def source_digests(settings: ExportSettings, path: Path) -> Iterator[Callable[[]
     if not requested or settings.processes == 1 or size < MIN_BYTES:
         yield digests
         return
-    with beside(digests) as result:
+    with in_background(digests) as result:
         yield result
 
 

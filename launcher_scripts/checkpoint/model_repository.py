@@ -79,7 +79,7 @@ def write_text_models(
             decoupled=settings.decoupled if role in TEXT_TO_TEXT else None,
             inputs=inputs,
             outputs=outputs,
-            parameters=parameters(role, settings, checkpoint, text),
+            parameters=text_model_parameters(role, settings, checkpoint, text),
         )
         version_dir = folder / name / "1"
         version_dir.mkdir(parents=True)
@@ -106,7 +106,7 @@ def check_text_models(repository: str) -> None:
     problems.raise_if_any(CheckpointError)
 
 
-def parameters(
+def text_model_parameters(
     role: str, settings: ExportSettings, checkpoint: FTCheckpoint, text: TextContract
 ) -> dict[str, Any]:
     """Parameters of a text model's code, as config.pbtxt gives them."""
@@ -281,10 +281,10 @@ class ModelRepository:
         targets = [model_dir / "config.pbtxt"]
         if text_models:
             text_checkpoint = replace(checkpoint, folder=tokenizer_dir or checkpoint.folder)
-            check_tokenizer(text_checkpoint)
+            check_exported_tokenizer(text_checkpoint)
             targets += [self.root / name for name in names.values()]
         if not (settings.overwrite or settings.reuse):
-            reject_existing(targets)
+            reject_existing_models(targets)
         config = model_config(settings, checkpoint)
         staging = self.root.with_name(self.root.name + ".partial")
         reject_links(staging)
@@ -293,7 +293,7 @@ class ModelRepository:
             if text_models:
                 write_text_models(staging / "new", settings, text_checkpoint, contract.text, names)
                 for name in names.values():
-                    replace_folder(staging / "new" / name, self.root / name, staging / "old")
+                    exchange_folder(staging / "new" / name, self.root / name, staging / "old")
             atomic_write(model_dir / "config.pbtxt", config)
         except OSError as error:
             raise CheckpointError(f"cannot write the model repository: {error}") from error
@@ -341,7 +341,7 @@ def text_model_names(
     return {role: prefix + role for role in roles}
 
 
-def check_tokenizer(checkpoint: FTCheckpoint) -> None:
+def check_exported_tokenizer(checkpoint: FTCheckpoint) -> None:
     """The tokenizer beside the weights must exist, be as exported and fit the vocabulary."""
     problems = Problems(f"the tokenizer of {checkpoint.folder}")
     entries = checkpoint.manifest.entries if checkpoint.manifest is not None else {}
@@ -355,7 +355,7 @@ def check_tokenizer(checkpoint: FTCheckpoint) -> None:
     check_vocabulary(tokenizer, checkpoint.config.vocab_size)
 
 
-def reject_existing(targets: Iterable[Path]) -> None:
+def reject_existing_models(targets: Iterable[Path]) -> None:
     existing = [str(path) for path in targets if path.exists()]
     if existing:
         raise CheckpointError(
@@ -418,7 +418,7 @@ def _from(model_dir: Path, folder: Path) -> str:
     return Path(os.path.relpath(folder, model_dir) if is_local else folder).as_posix()
 
 
-def replace_folder(new: Path, target: Path, attic: Path) -> None:
+def exchange_folder(new: Path, target: Path, attic: Path) -> None:
     """Put `new` where `target` is; what was there goes to the attic."""
     if target.exists():
         attic.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from launcher_scripts.clients.connection import CONNECTIONS, NUMPY_TYPES, SequenceStep, Tensors
-from launcher_scripts.clients.remote import DEFAULT_MODEL, Models, RemoteServer
+from launcher_scripts.clients.remote import DEFAULT_MODEL, RemoteServer, ServerModels
 from launcher_scripts.common.command_line import with_open_output
 from launcher_scripts.common.errors import ConfigError, LauncherError, Problems, problem
 from launcher_scripts.config.security import ClientTls
@@ -31,7 +31,7 @@ PROMPTS = (
 )
 
 
-def rows_of(rows: int, **values: Any) -> Tensors:
+def equal_rows(rows: int, **values: Any) -> Tensors:
     """The contract's tensors of these names, [rows, 1] each, the same value in every row."""
     return {name: np.full((rows, 1), value, _TYPES[name]) for name, value in values.items()}
 
@@ -39,7 +39,7 @@ def rows_of(rows: int, **values: Any) -> Tensors:
 def sampling_tensors(flags: argparse.Namespace, rows: int, *, log_probs: bool) -> Tensors:
     """Return the sampling parameters, [rows, 1] each; start and end token are the checkpoint's
     own."""
-    return rows_of(
+    return equal_rows(
         rows,
         runtime_top_k=flags.topk,
         runtime_top_p=flags.topp,
@@ -59,7 +59,7 @@ def no_words(rows: int) -> Tensors:
     return {"bad_words_list": empty, "stop_words_list": empty.copy()}
 
 
-def prompt_ids(random: bool, batch_size: int, length: int, vocab_size: int) -> Any:
+def identity_prompts(random: bool, batch_size: int, length: int, vocab_size: int) -> Any:
     """UINT32 [rows, length]: random ids, the same in every run, or the eight fixed prompts.
 
     Says on stderr that other sizes than theirs need random ids, as in the original's clients.
@@ -97,7 +97,7 @@ def in_session(tensors: Tensors) -> Tensors:
     return {name: array[None] for name, array in tensors.items()}
 
 
-def require_sessions(models: Models) -> None:
+def require_sessions(models: ServerModels) -> None:
     """Raises ConfigError for a model that forgets every request."""
     if not models.sessions:
         raise ConfigError(
@@ -124,7 +124,7 @@ TLS_FILES = {
 }
 
 
-def run(body: Callable[[argparse.Namespace], None], flags: argparse.Namespace) -> int:
+def run_client(body: Callable[[argparse.Namespace], None], flags: argparse.Namespace) -> int:
     """Do `body`; a LauncherError is printed without a traceback and gives 1, Ctrl-C 130."""
     try:
         return with_open_output(lambda: body(flags))
@@ -201,7 +201,7 @@ def add_session_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def connect(flags: argparse.Namespace) -> RemoteServer:
+def connect_server(flags: argparse.Namespace) -> RemoteServer:
     """The server that the flags of add_server_flags mean."""
     files = {name: getattr(flags, name) for name in TLS_FILES}
     address = flags.url or DEFAULT_ADDRESSES[flags.protocol]

@@ -14,10 +14,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from launcher_scripts.clients.arguments import add_server_flags, connect, rows_of, run
+from launcher_scripts.clients.arguments import (
+    add_server_flags,
+    connect_server,
+    equal_rows,
+    run_client,
+)
 from launcher_scripts.clients.connection import Tensors
 from launcher_scripts.clients.end_to_end_test import column, generating_contract
-from launcher_scripts.clients.remote import Models, RemoteServer, find_models
+from launcher_scripts.clients.remote import RemoteServer, ServerModels, find_models
 from launcher_scripts.common.command_line import CommandParser
 from launcher_scripts.common.errors import ConfigError, ServerError, problem
 
@@ -42,17 +47,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("-topp", "--topp", type=float, default=0.0, help="top-p [0.0]")
     parser.add_argument("-t", "--temperature", type=float, default=1.0, help="[1.0]")
     parser.add_argument("--seed", type=int, default=0, help="of the first turn [0]")
-    return run(chat, parser.parse_args(argv))
+    return run_client(chat, parser.parse_args(argv))
 
 
 def chat(flags: argparse.Namespace) -> None:
     """Turns until /quit or the input's end."""
     if "{text}" not in flags.turn:
         raise ConfigError(problem("--turn has no {text}", got=flags.turn, change="--turn"))
-    with connect(flags) as server:
+    with connect_server(flags) as server:
         models = find_models(server, flags.model)
-        check(models, flags)
-        conversation = Conversation(server, models, flags)
+        check_model(models, flags)
+        conversation = ChatHistory(server, models, flags)
         print(HINT, file=sys.stderr)
         for message in messages():
             if message == "/new":
@@ -63,7 +68,7 @@ def chat(flags: argparse.Namespace) -> None:
                 say(conversation, message)
 
 
-def check(models: Models, flags: argparse.Namespace) -> None:
+def check_model(models: ServerModels, flags: argparse.Namespace) -> None:
     """Raises ConfigError when the model cannot be talked to in this way."""
     generating_contract(models)
     models.text_model("ensemble")
@@ -101,11 +106,11 @@ def messages() -> Iterator[str]:
 
 
 @dataclass
-class Conversation:
+class ChatHistory:
     """All that was said. text: the prompt of the next turn without its message."""
 
     server: RemoteServer
-    models: Models
+    models: ServerModels
     flags: argparse.Namespace
     text: str = ""
     turns: int = field(default=0)
@@ -131,7 +136,7 @@ class Conversation:
             "INPUT_0": column([self.text]),
             "INPUT_1": np.full((1, 1), flags.output_len, np.uint32),
             "INPUT_3": column([flags.stop]),
-            **rows_of(
+            **equal_rows(
                 1,
                 runtime_top_k=flags.topk,
                 runtime_top_p=flags.topp,
@@ -148,7 +153,7 @@ class Conversation:
             yield self.server.infer(ensemble, tensors)
 
 
-def say(conversation: Conversation, message: str) -> None:
+def say(conversation: ChatHistory, message: str) -> None:
     """Print the answer as it comes; Ctrl-C ends it and not the chat, as does a refused request."""
     pieces = conversation.answer(message)
     try:

@@ -14,13 +14,13 @@ import numpy as np
 from launcher_scripts.clients.arguments import (
     add_sampling_flags,
     add_server_flags,
-    connect,
-    run,
+    connect_server,
+    run_client,
     sampling_tensors,
 )
 from launcher_scripts.clients.connection import Tensors
-from launcher_scripts.clients.issue_request import readable
-from launcher_scripts.clients.remote import Models, RemoteServer, find_models
+from launcher_scripts.clients.issue_request import with_text
+from launcher_scripts.clients.remote import RemoteServer, ServerModels, find_models
 from launcher_scripts.common.command_line import CommandParser
 from launcher_scripts.common.errors import ConfigError, problem
 from launcher_scripts.contract.contracts import CONTRACTS, Contract
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_server_flags(parser)
     add_sampling_flags(parser)
     add_text_flags(parser)
-    return run(test, parser.parse_args(argv))
+    return run_client(test, parser.parse_args(argv))
 
 
 def add_text_flags(parser: argparse.ArgumentParser) -> None:
@@ -73,7 +73,7 @@ def add_text_flags(parser: argparse.ArgumentParser) -> None:
 
 def test(flags: argparse.Namespace) -> None:
     """The four blocks, one after the other."""
-    with connect(flags) as server:
+    with connect_server(flags) as server:
         models = find_models(server, flags.model)
         print_blocks(flags, server, models, lambda *request: [server.infer(*request)])
 
@@ -81,7 +81,7 @@ def test(flags: argparse.Namespace) -> None:
 def print_blocks(
     flags: argparse.Namespace,
     server: RemoteServer,
-    models: Models,
+    models: ServerModels,
     send: Callable[[str, Tensors], Iterable[Tensors]],
     shaped: Callable[[Tensors], Tensors] = dict,
 ) -> None:
@@ -106,7 +106,7 @@ def print_blocks(
         block("ensemble", *printable(answer, "OUTPUT_0", log_probs))
 
 
-def generating_contract(models: Models) -> Contract:
+def generating_contract(models: ServerModels) -> Contract:
     """The contract of a model that generates text."""
     contract = CONTRACTS.get(models.model_type)
     if contract is None or not contract.text.postprocessing_outputs:
@@ -147,7 +147,7 @@ def ensemble_tensors(flags: argparse.Namespace, sampling: Tensors) -> Tensors:
     return {**dict(zip(names, values, strict=True)), **sampling}
 
 
-def decoded(server: RemoteServer, models: Models, answer: Tensors) -> list[Any]:
+def decoded(server: RemoteServer, models: ServerModels, answer: Tensors) -> list[Any]:
     """The model's ids as text, by postprocessing."""
     model = models.text_model("postprocessing")
     accepted = {item["name"] for item in server.model_config(model).get("input", [])}
@@ -157,14 +157,14 @@ def decoded(server: RemoteServer, models: Models, answer: Tensors) -> list[Any]:
         "sequence_length": "sequence_length",
     }
     outputs = {name: answer[source] for name, source in sources.items() if name in accepted}
-    return [readable(server.infer(model, outputs)["OUTPUT"])]
+    return [with_text(server.infer(model, outputs)["OUTPUT"])]
 
 
 def printable(answer: Tensors, name: str, log_probs: bool) -> list[Any]:
     """The outputs of one block, in order."""
     names = [name, "sequence_length"]
     names += ["cum_log_probs", "output_log_probs"] if log_probs else []
-    return [readable(answer[name]) for name in names]
+    return [with_text(answer[name]) for name in names]
 
 
 def block(name: str, *arrays: Any) -> None:

@@ -17,11 +17,11 @@ from launcher_scripts.clients.arguments import (
     PROMPTS,
     add_sampling_flags,
     add_server_flags,
-    connect,
+    connect_server,
+    equal_rows,
+    identity_prompts,
     no_words,
-    prompt_ids,
-    rows_of,
-    run,
+    run_client,
     sampling_tensors,
 )
 from launcher_scripts.clients.connection import Tensors
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags = parser.parse_args(argv)
     if flags.is_decoupled:
         flags.protocol = "grpc"
-    return run(test, flags)
+    return run_client(test, flags)
 
 
 def add_request_flags(parser: argparse.ArgumentParser) -> None:
@@ -77,11 +77,13 @@ def add_request_flags(parser: argparse.ArgumentParser) -> None:
 
 def request_of(flags: argparse.Namespace) -> Tensors:
     """The tensors of one request; start and end token are the checkpoint's own."""
-    ids = prompt_ids(flags.random_start_ids, flags.batch_size, flags.start_len, flags.vocab_size)
+    ids = identity_prompts(
+        flags.random_start_ids, flags.batch_size, flags.start_len, flags.vocab_size
+    )
     rows, length = ids.shape
     return {
         "input_ids": ids,
-        **rows_of(rows, input_lengths=length, request_output_len=flags.output_len),
+        **equal_rows(rows, input_lengths=length, request_output_len=flags.output_len),
         **sampling_tensors(flags, rows, log_probs=True),
         **no_words(rows),
     }
@@ -90,7 +92,7 @@ def request_of(flags: argparse.Namespace) -> Tensors:
 def test(flags: argparse.Namespace) -> None:
     """Ask, print and time."""
     tensors = request_of(flags)
-    with connect(flags) as server:
+    with connect_server(flags) as server:
         model = find_models(server, flags.model).name
 
         def send() -> Tensors:

@@ -14,10 +14,10 @@ from launcher_scripts.clients.arguments import (
     add_server_flags,
     add_session_flags,
     check_flags,
-    connect,
+    connect_server,
     in_session,
     require_sessions,
-    run,
+    run_client,
     steps,
 )
 from launcher_scripts.clients.connection import Tensors
@@ -34,13 +34,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_sampling_flags(parser)
     add_session_flags(parser)
     add_text_flags(parser)
-    return run(test, parser.parse_args(argv))
+    return run_client(test, parser.parse_args(argv))
 
 
 def test(flags: argparse.Namespace) -> None:
     """The blocks, with one of the model and one of the ensemble for every request of a session."""
     check_flags(flags)
-    with connect(flags) as server:
+    with connect_server(flags) as server:
         models = find_models(server, flags.model)
         require_sessions(models)
 

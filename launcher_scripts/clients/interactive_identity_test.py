@@ -14,10 +14,10 @@ from launcher_scripts.clients.arguments import (
     add_server_flags,
     add_session_flags,
     check_flags,
-    connect,
+    connect_server,
     in_session,
     require_sessions,
-    run,
+    run_client,
     steps,
 )
 from launcher_scripts.clients.connection import SequenceStep, Tensors
@@ -31,13 +31,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_server_flags(parser)
     add_request_flags(parser)
     add_session_flags(parser)
-    return run(test, parser.parse_args(argv))
+    return run_client(test, parser.parse_args(argv))
 
 
 def test(flags: argparse.Namespace) -> None:
     """Ask, print and time: a session is one run, and every answer has the whole session's text."""
     check_flags(flags)
-    with connect(flags) as server:
+    with connect_server(flags) as server:
         models = find_models(server, flags.model)
         require_sessions(models)
         request = request_of(flags)

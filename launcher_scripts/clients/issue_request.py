@@ -29,7 +29,7 @@ from launcher_scripts.clients.arguments import (
     TLS_FILES,
     add_server_flags,
     client_tls,
-    run,
+    run_client,
 )
 from launcher_scripts.clients.connection import BFLOAT16, NUMPY_TYPES, SequenceStep, Tensors
 from launcher_scripts.clients.remote import RemoteServer, find_models
@@ -71,16 +71,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         action="store_true",
         help="streaming: fail unless every response adds one token to the one before",
     )
-    return run(issue, parser.parse_args(argv))
+    return run_client(issue, parser.parse_args(argv))
 
 
 def issue(flags: argparse.Namespace) -> None:
     """Send the request that the file, --params and the flags describe, and print the answer."""
-    request = merged({"config": DEFAULT_CONFIG}, read_json(flags.request_file))
+    request = merge_mappings({"config": DEFAULT_CONFIG}, read_request(flags.request_file))
     if flags.params is not None:
-        request = merged(request, parse_json(flags.params, "--params"))
+        request = merge_mappings(request, parse_request(flags.params, "--params"))
     overrides = {key: value for flag, key in FLAGS.items() if (value := getattr(flags, flag))}
-    config, tensors = check(merged(request, {"config": overrides}), str(flags.request_file))
+    config, tensors = check_request(
+        merge_mappings(request, {"config": overrides}), str(flags.request_file)
+    )
     protocol = "grpc" if config["stream_api"] else config["protocol"]
     address = config["url"] or DEFAULT_ADDRESSES[protocol]
     tls = client_tls({name: config[name] for name in TLS_FILES}, protocol)
@@ -92,7 +94,7 @@ def issue(flags: argparse.Namespace) -> None:
         else:
             answer = server.infer(model, tensors, step=step_of(config))
             for name, array in answer.items():
-                print(f"{name}:\n{readable(array)}\n")
+                print(f"{name}:\n{with_text(array)}\n")
 
 
 def model_for(server: RemoteServer, tensors: Tensors) -> str:
@@ -154,7 +156,7 @@ def print_stream(responses: Iterable[Tensors], test: bool) -> None:
             before = tokens
             printed: Any = tokens
         else:  # an ensemble: text
-            printed = "\n".join(f"{name}: {readable(array)}" for name, array in response.items())
+            printed = "\n".join(f"{name}: {with_text(array)}" for name, array in response.items())
         print(f"[After {seconds:.2f}s] Partial result{chance}:\n{printed}\n", flush=True)
 
 
@@ -171,7 +173,7 @@ def check_one_more(before: NDArray[Any] | None, tokens: NDArray[Any]) -> None:
         )
 
 
-def readable(array: NDArray[Any]) -> NDArray[Any]:
+def with_text(array: NDArray[Any]) -> NDArray[Any]:
     """The array, with UTF-8 as text."""
     if array.dtype != np.object_:
         return array
@@ -179,25 +181,25 @@ def readable(array: NDArray[Any]) -> NDArray[Any]:
     return np.array(texts, dtype=np.object_).reshape(array.shape)
 
 
-def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+def merge_mappings(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     """`below` with the values of `above` put over it, mapping by mapping."""
     result = dict(below)
     for key, value in above.items():
         lower = result.get(key)
         if isinstance(value, Mapping) and isinstance(lower, Mapping):
-            value = merged(lower, value)
+            value = merge_mappings(lower, value)
         result[key] = value
     return result
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_request(path: Path) -> dict[str, Any]:
     try:
-        return parse_json(path.read_text(encoding="utf-8"), str(path))
+        return parse_request(path.read_text(encoding="utf-8"), str(path))
     except OSError as error:
         raise ConfigError(f"cannot read the request: {error}") from error
 
 
-def parse_json(text: str, origin: str) -> dict[str, Any]:
+def parse_request(text: str, origin: str) -> dict[str, Any]:
     try:
         content = json.loads(text)
     except ValueError as error:
@@ -209,7 +211,7 @@ def parse_json(text: str, origin: str) -> dict[str, Any]:
     return content
 
 
-def check(request: Mapping[str, Any], origin: str) -> tuple[dict[str, Any], Tensors]:
+def check_request(request: Mapping[str, Any], origin: str) -> tuple[dict[str, Any], Tensors]:
     """(config, tensors by name); raises ConfigError with every problem of the request."""
     problems = Problems(origin)
     config = request["config"]

@@ -26,7 +26,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from launcher_scripts.clients.arguments import run
+from launcher_scripts.clients.arguments import run_client
 from launcher_scripts.common.command_line import CommandParser
 from launcher_scripts.common.errors import ConfigError, ServerError, problem
 from launcher_scripts.contract.requests import EXCHANGE_MODES
@@ -155,10 +155,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("file", type=Path, help="a safetensors file with all tensors of the model")
     parser.add_argument("--version", default="", help="the name of these weights in answers")
     parser.add_argument("--mode", default="mixed", choices=EXCHANGE_MODES)
-    return run(send, parser.parse_args(argv))
+    return run_client(send_checkpoint, parser.parse_args(argv))
 
 
-def send(flags: argparse.Namespace) -> None:
+def send_checkpoint(flags: argparse.Namespace) -> None:
     """Send a file and print the result."""
     with RefitClient(flags.socket) as client:
         reply = client.send_file(flags.file, flags.version, flags.mode)

@@ -160,7 +160,7 @@ _OUR_BACKEND = "fastertransformer"
 
 
 @dataclass(frozen=True)
-class Models:
+class ServerModels:
     """One model that generates, and the names of the text models around it (role -> name).
 
     model_type: what config.pbtxt says of the model
@@ -187,7 +187,7 @@ class Models:
         return self.text[role]
 
 
-def find_models(server: RemoteServer, requested: str | None) -> Models:
+def find_models(server: RemoteServer, requested: str | None) -> ServerModels:
     """The model called `requested`; without a name the tools' usual one, else the only one."""
     served = server.models()
     if requested is not None and requested not in served:
@@ -211,7 +211,7 @@ def find_models(server: RemoteServer, requested: str | None) -> Models:
         companions = [item for item in (f"{name}_{role}", role) if item in served]
         text.update({role: companions[0]} if companions else {})
     model_type = parameter(config, "model_type") or "GPT"
-    return Models(name, model_type, is_decoupled(config), "sequence_batching" in config, text)
+    return ServerModels(name, model_type, is_decoupled(config), "sequence_batching" in config, text)
 
 
 def parameters_of(config: Mapping[str, Any]) -> dict[str, str]:

@@ -13,9 +13,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from launcher_scripts.clients.arguments import add_server_flags, connect, in_session, run
+from launcher_scripts.clients.arguments import (
+    add_server_flags,
+    connect_server,
+    in_session,
+    run_client,
+)
 from launcher_scripts.clients.end_to_end_test import column
-from launcher_scripts.clients.remote import Models, RemoteServer, find_models
+from launcher_scripts.clients.remote import RemoteServer, ServerModels, find_models
 from launcher_scripts.common.command_line import CommandParser
 
 NAMES = ("bad_words_list", "stop_words_list")
@@ -34,18 +39,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="the words of a row, comma separated; a blank in front is a part of a word; one in "
         "double quotes may hold commas",
     )
-    return run(show, parser.parse_args(argv))
+    return run_client(print_words, parser.parse_args(argv))
 
 
-def show(flags: argparse.Namespace) -> None:
+def print_words(flags: argparse.Namespace) -> None:
     """Print the tensor as a line of a request file."""
-    with connect(flags) as server:
+    with connect_server(flags) as server:
         models = find_models(server, flags.model)
         table = padded([encoded(server, models, row) for row in flags.rows])
     print(json.dumps({"name": flags.name, "data": table.tolist(), "dtype": "int32"}))
 
 
-def encoded(server: RemoteServer, models: Models, words: str) -> NDArray[Any]:
+def encoded(server: RemoteServer, models: ServerModels, words: str) -> NDArray[Any]:
     """INT32 [2, n]: the ids of one row's words, and their end offsets, then -1."""
     tensors = {
         "QUERY": column([""]),

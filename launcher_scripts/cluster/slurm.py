@@ -156,7 +156,7 @@ def _node(fields: Mapping[str, str]) -> NodeShare:
 
 
 def _query_cluster() -> _Cluster:
-    config = slurm_queue.configuration()
+    config = slurm_queue.slurm_configuration()
     return _Cluster(
         tuple(slurm_queue.nodes()),
         "MEMORY" in config.get("SelectTypeParameters", "").upper(),
@@ -265,7 +265,7 @@ class SlurmCluster(Cluster[SlurmOptions]):
 
         Raises ClusterError when it refuses the script, or would queue it indefinitely.
         """
-        if not slurm_queue.answers():
+        if not slurm_queue.is_answering():
             return None
         executor = ScriptExecutor(job, self.options_of(job))
         environment = executor.environment()
@@ -363,7 +363,7 @@ class SlurmCluster(Cluster[SlurmOptions]):
 
     @classmethod
     def state(cls, folder: Path, record: JobRecord, job_id: str) -> JobState:  # noqa: ARG003
-        return slurm_queue.job_state(job_id)
+        return slurm_queue.slurm_job_state(job_id)
 
     @classmethod
     def stop(cls, folder: Path, record: JobRecord, job_id: str) -> None:
@@ -418,10 +418,10 @@ def _check_reason(submitted: Submitted) -> None:
 
     One whose predecessor has failed meanwhile is taken out of the queue by Slurm itself.
     """
-    if not slurm_queue.answers():
+    if not slurm_queue.is_answering():
         return
     time.sleep(0.1)  # the reason is noted when the job is first considered
-    reason = slurm_queue.job_state(submitted.job_id).reason
+    reason = slurm_queue.slurm_job_state(submitted.job_id).reason
     if reason in slurm_queue.BLOCKING_REASONS and reason != slurm_queue.FAILED_PREDECESSOR:
         raise ClusterError(
             problem(

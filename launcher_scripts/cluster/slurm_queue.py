@@ -64,7 +64,7 @@ def rejected_key(output: str) -> str:
     return next(keys, "cluster.*")
 
 
-def answers() -> bool:
+def is_answering() -> bool:
     """Return whether this machine has Slurm's commands and its controller can be reached."""
     if shutil.which("sbatch") is None or shutil.which("scontrol") is None:
         return False
@@ -72,7 +72,7 @@ def answers() -> bool:
     return reply is not None and reply.returncode == 0 and " UP" in reply.stdout
 
 
-def job_state(job_id: str) -> JobState:
+def slurm_job_state(job_id: str) -> JobState:
     """The state of a job or of one task of an array."""
     reply = _query("scontrol", "show", "job", job_id)
     if reply is not None and reply.returncode == 0 and reply.stdout.strip():
@@ -129,7 +129,7 @@ def nodes() -> list[dict[str, str]]:
     return _listed("node")
 
 
-def configuration() -> dict[str, str]:
+def slurm_configuration() -> dict[str, str]:
     """Slurm's configuration as it is in force."""
     reply = _query("scontrol", "show", "config")
     lines = reply.stdout.splitlines() if reply is not None else []

@@ -57,7 +57,7 @@ class BpfProgram(ctypes.Structure):
         super().__init__(len(lines), (_BpfInstruction * len(lines))(*lines))
 
 
-class Interruption:
+class SignalInterruption:
     """Ends a block by KeyboardInterrupt, or for SIGTERM and SIGHUP by SystemExit.
 
     Python drops an exception that a handler raises while a finalizer runs, so the block asks

@@ -132,7 +132,7 @@ class LoadBounds(SpeedBounds):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bounds:
+class ReportBounds:
     """Bounds of a report, by section.
 
     metrics, harness: task -> figure -> its bounds
@@ -147,7 +147,7 @@ class Bounds:
     load: LoadBounds | None = None
 
 
-DEFAULT_BOUNDS = Bounds(
+DEFAULT_BOUNDS = ReportBounds(
     reference=AgreementBounds(max_drop=0.02),
     twin=ReferenceBounds(max_kl=0.02, min_top1=0.95, max_findings=0),
     load=LoadBounds(max_failed=0, max_invalid=0),
@@ -155,7 +155,7 @@ DEFAULT_BOUNDS = Bounds(
 
 
 @dataclass(frozen=True, kw_only=True)
-class PolicySettings(Bounds):
+class PolicySettings(ReportBounds):
     """The bounds of a gate. One on what was not measured leaves the verdict open.
 
     min_items:   fewer show nothing about a mean or a share
@@ -163,7 +163,7 @@ class PolicySettings(Bounds):
     """
 
     min_items: int = option(30, "fewest items for a confidence interval", lower=1)
-    if_measured: Bounds | None = DEFAULT_BOUNDS
+    if_measured: ReportBounds | None = DEFAULT_BOUNDS
 
     def __post_init__(self) -> None:
         problems = Problems("the policy")
@@ -171,7 +171,7 @@ class PolicySettings(Bounds):
         problems.raise_if_any(ConfigError)
 
 
-def opened(policy: str | PolicySettings | None) -> PolicySettings | None:
+def open_policy(policy: str | PolicySettings | None) -> PolicySettings | None:
     """The policy itself, where it is a file's path."""
     return read_policy(Path(policy)) if isinstance(policy, str) else policy
 

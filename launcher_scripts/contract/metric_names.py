@@ -31,7 +31,7 @@ _REQUEST_SECONDS = (
 _STEP_TOKENS = tuple(map(float, (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)))
 
 
-class Metric(NamedTuple):
+class MetricSpec(NamedTuple):
     """One metric; a histogram is shown as the values `_bucket`, `_sum` and `_count`.
 
     buckets: the upper bounds of a histogram's, but for the last, which has none
@@ -87,96 +87,98 @@ def parse_values(text: str) -> dict[str, list[float]]:
     return values
 
 
-FIRST_TOKEN = Metric(
+FIRST_TOKEN = MetricSpec(
     "launcher_time_to_first_token_seconds",
     HISTOGRAM,
     "Seconds from a row's arrival to its first token",
     buckets=_FIRST_TOKEN_SECONDS,
 )
-INTER_TOKEN = Metric(
+INTER_TOKEN = MetricSpec(
     "launcher_inter_token_latency_seconds",
     HISTOGRAM,
     "Seconds between two tokens of a row",
     buckets=_TOKEN_SECONDS,
 )
-REQUEST = Metric(
+REQUEST = MetricSpec(
     "launcher_e2e_request_latency_seconds",
     HISTOGRAM,
     "Seconds from a row's arrival to its end",
     buckets=_REQUEST_SECONDS,
 )
-QUEUE = Metric(
+QUEUE = MetricSpec(
     "launcher_request_queue_time_seconds",
     HISTOGRAM,
     "Seconds that a row waited for its place",
     buckets=_REQUEST_SECONDS,
 )
-PREFILL = Metric(
+PREFILL = MetricSpec(
     "launcher_request_prefill_time_seconds",
     HISTOGRAM,
     "Seconds from when a row got its place to its first token",
     buckets=_REQUEST_SECONDS,
 )
-STEP_TOKENS = Metric(
+STEP_TOKENS = MetricSpec(
     "launcher_iteration_tokens_total",
     HISTOGRAM,
     "Tokens that a step computed, those of prompts included",
     buckets=_STEP_TOKENS,
 )
-PROMPT_TOKENS = Metric(
+PROMPT_TOKENS = MetricSpec(
     "launcher_prompt_tokens_total", COUNTER, "Prompt tokens of the rows that got a place"
 )
-GENERATION_TOKENS = Metric("launcher_generation_tokens_total", COUNTER, "Tokens generated")
-PREFIX_QUERIES = Metric(
+GENERATION_TOKENS = MetricSpec("launcher_generation_tokens_total", COUNTER, "Tokens generated")
+PREFIX_QUERIES = MetricSpec(
     "launcher_prefix_cache_queries_total", COUNTER, "Prompt tokens of rows that may share them"
 )
-PREFIX_HITS = Metric(
+PREFIX_HITS = MetricSpec(
     "launcher_prefix_cache_hits_total",
     COUNTER,
     "Those of them that were not computed",
 )
-PREEMPTIONS = Metric(
+PREEMPTIONS = MetricSpec(
     "launcher_num_preemptions_total",
     COUNTER,
     "Rows that gave their cache tokens up for others and were computed again later",
 )
-DRAFT_TOKENS = Metric(
+DRAFT_TOKENS = MetricSpec(
     "launcher_spec_decode_num_draft_tokens_total", COUNTER, "Tokens of drafts that were tried"
 )
-ACCEPTED_TOKENS = Metric(
+ACCEPTED_TOKENS = MetricSpec(
     "launcher_spec_decode_num_accepted_tokens_total",
     COUNTER,
     "Those of them that came",
 )
-SUCCESS = Metric(
+SUCCESS = MetricSpec(
     "launcher_request_success_total",
     COUNTER,
     "Rows that were answered, by what ended them",
     ("model_name", "finished_reason"),
 )
-FAILURE = Metric(
+FAILURE = MetricSpec(
     "launcher_request_failure_total",
     COUNTER,
     "Rows that were not answered, by why",
     ("model_name", "reason"),
 )
-RUNNING = Metric("launcher_num_requests_running", GAUGE, "Rows that run")
-WAITING = Metric("launcher_num_requests_waiting", GAUGE, "Rows that wait for a place")
-CACHE_USE = Metric("launcher_kv_cache_usage_perc", GAUGE, "Share of the cache in use; 1: all of it")
-BATCH = Metric("launcher_batch_size", GAUGE, "Rows per step, on average over the last second")
-CACHE_TOKENS = Metric("launcher_kv_cache_tokens", GAUGE, "Tokens of the cache", ("model",))
-CACHE_USED = Metric("launcher_kv_cache_tokens_used", GAUGE, "Tokens of it in use", ("model",))
-PREEMPTED = Metric(
+RUNNING = MetricSpec("launcher_num_requests_running", GAUGE, "Rows that run")
+WAITING = MetricSpec("launcher_num_requests_waiting", GAUGE, "Rows that wait for a place")
+CACHE_USE = MetricSpec(
+    "launcher_kv_cache_usage_perc", GAUGE, "Share of the cache in use; 1: all of it"
+)
+BATCH = MetricSpec("launcher_batch_size", GAUGE, "Rows per step, on average over the last second")
+CACHE_TOKENS = MetricSpec("launcher_kv_cache_tokens", GAUGE, "Tokens of the cache", ("model",))
+CACHE_USED = MetricSpec("launcher_kv_cache_tokens_used", GAUGE, "Tokens of it in use", ("model",))
+PREEMPTED = MetricSpec(
     "launcher_requests_given_up",
     COUNTER,
     "Requests that were cancelled, or took longer than their timeout",
     ("model",),
 )
 
-WEIGHTS_VERSION = Metric(
+WEIGHTS_VERSION = MetricSpec(
     "launcher_weights_version", GAUGE, "How often the weights were exchanged since the start"
 )
-WEIGHTS_INFO = Metric(
+WEIGHTS_INFO = MetricSpec(
     "launcher_weights_info",
     GAUGE,
     "1 for the fingerprint of the weights that are served, 0 for those before",
@@ -191,37 +193,37 @@ COUNTERS = (
 GAUGES = (RUNNING, WAITING, CACHE_USE, BATCH, CACHE_TOKENS, CACHE_USED, WEIGHTS_VERSION)
 MODEL_METRICS = (*HISTOGRAMS, *COUNTERS, *GAUGES, WEIGHTS_INFO)
 
-GATEWAY_REQUESTS = Metric(
+GATEWAY_REQUESTS = MetricSpec(
     "launcher_gateway_requests_total",
     COUNTER,
     "Requests by route and status; 499: the client left",
     ("route", "status"),
 )
-GATEWAY_FIRST_TOKEN = Metric(
+GATEWAY_FIRST_TOKEN = MetricSpec(
     "launcher_gateway_time_to_first_token_seconds",
     HISTOGRAM,
     "Seconds from a request's arrival to its first token",
     buckets=_FIRST_TOKEN_SECONDS,
 )
-GATEWAY_REQUEST = Metric(
+GATEWAY_REQUEST = MetricSpec(
     "launcher_gateway_e2e_request_latency_seconds",
     HISTOGRAM,
     "Seconds from a request's arrival to the end of its answer",
     buckets=_REQUEST_SECONDS,
 )
-GATEWAY_PROMPT_TOKENS = Metric(
+GATEWAY_PROMPT_TOKENS = MetricSpec(
     "launcher_gateway_prompt_tokens_total", COUNTER, "Prompt tokens of answered requests"
 )
-GATEWAY_GENERATION_TOKENS = Metric(
+GATEWAY_GENERATION_TOKENS = MetricSpec(
     "launcher_gateway_generation_tokens_total", COUNTER, "Tokens generated for clients"
 )
-GATEWAY_WORKING = Metric(
+GATEWAY_WORKING = MetricSpec(
     "launcher_gateway_requests_running", GAUGE, "Requests that are being answered", ()
 )
-GATEWAY_RUNNING = Metric(
+GATEWAY_RUNNING = MetricSpec(
     "launcher_gateway_rows_running", GAUGE, "Rows that the servers were given", ()
 )
-GATEWAY_WAITING = Metric("launcher_gateway_rows_waiting", GAUGE, "Rows that wait for that", ())
+GATEWAY_WAITING = MetricSpec("launcher_gateway_rows_waiting", GAUGE, "Rows that wait for that", ())
 GATEWAY_METRICS = (
     GATEWAY_REQUESTS,
     GATEWAY_FIRST_TOKEN,

@@ -13,11 +13,11 @@ from launcher_scripts.config.policy import (
     KEY,
     AgreementBounds,
     BaselineBounds,
-    Bounds,
     LoadBounds,
     MetricBounds,
     PolicySettings,
     ReferenceBounds,
+    ReportBounds,
     SpeedBounds,
     TimeBounds,
 )
@@ -45,11 +45,11 @@ def percent(value: float) -> str:
     return f"{100 * value:.4g} %"
 
 
-def plain(value: float) -> str:
+def four_digits(value: float) -> str:
     return f"{value:.4g}"
 
 
-def milliseconds(value: float) -> str:
+def with_milliseconds(value: float) -> str:
     return f"{value:.4g} ms"
 
 
@@ -71,7 +71,7 @@ class Check:
     measured: Interval | float | None
     limit: float
     how: str
-    show: Show = plain
+    show: Show = four_digits
     note: str = ""
     by_value: bool = False
     of_measurement: bool = False
@@ -140,7 +140,7 @@ def tasks_of(content: Content, folder: Path) -> Tasks:
 
 
 def _of_bounds(
-    content: Content, tasks: Tasks, bounds: Bounds, explicit: Set[tuple[str, str, str]]
+    content: Content, tasks: Tasks, bounds: ReportBounds, explicit: Set[tuple[str, str, str]]
 ) -> Iterator[Check]:
     result = {key: comparison.of_reference(task.section) for key, task in tasks.items()}
     references = {key: others for key, others in result.items() if others is not None}
@@ -166,7 +166,7 @@ def _of_bounds(
         yield from _load(_carried(content.get("load", {})), bounds.load)
 
 
-def _figures_of(bounds: Bounds) -> Iterator[tuple[tuple[str, str], str, MetricBounds]]:
+def _figures_of(bounds: ReportBounds) -> Iterator[tuple[tuple[str, str], str, MetricBounds]]:
     """((key, task), figure, bounds) in the order of the names."""
     for group in MEASURED_BY:
         for task, figures in sorted((getattr(bounds, group) or {}).items()):
@@ -174,7 +174,7 @@ def _figures_of(bounds: Bounds) -> Iterator[tuple[tuple[str, str], str, MetricBo
                 yield (group, task), metric, limits
 
 
-def _with_explicit_drop(bounds: Bounds) -> Iterator[tuple[str, str, str]]:
+def _with_explicit_drop(bounds: ReportBounds) -> Iterator[tuple[str, str, str]]:
     """The figures whose largest drop is not that of the block."""
     for key, metric, limits in _figures_of(bounds):
         if limits.max_drop is not None:
@@ -200,7 +200,7 @@ def _baseline(
 
 def _figures(
     tasks: Tasks,
-    bounds: Bounds,
+    bounds: ReportBounds,
     references: Mapping[tuple[str, str], ComparedAnswers],
     baseline: Mapping[tuple[str, str], ComparedAnswers],
 ) -> Iterator[Check]:
@@ -213,11 +213,11 @@ def _figures(
         )
         hint = f"{MEASURED_BY[group].format(name)} measures it"
         measured: Interval | None = None
-        show = plain
+        show = four_digits
         drops = []
         if task is not None and metric in task.metrics:
             measured = task.interval(metric)
-            show = percent if task.metrics[metric]["percent"] else plain
+            show = percent if task.metrics[metric]["percent"] else four_digits
             sides = [side[group, name] for side in (references, baseline) if (group, name) in side]
             drops = [
                 _drop(f"{key}.max_drop", name, metric, task, others, limits.max_drop)
@@ -309,7 +309,7 @@ def _reference(section: Content | None, bounds: ReferenceBounds) -> Iterator[Che
     hint = "evaluate.twin measures it"
     items = (section or {}).get("items", [])
     for field, key, label, show in (
-        ("max_kl", "kl", "the mean KL divergence from the twin", plain),
+        ("max_kl", "kl", "the mean KL divergence from the twin", four_digits),
         ("min_top1", "top1", "the top-1 agreement with the twin", percent),
     ):
         limit = getattr(bounds, field)
@@ -327,7 +327,7 @@ def _reference(section: Content | None, bounds: ReferenceBounds) -> Iterator[Che
         note = "; ".join(f"{one['name']}: {one['text']}" for one in findings or [])
         count = None if findings is None else float(len(findings))
         label = "the number of findings of the twin"
-        yield Check(FINDINGS, label, count, bounds.max_findings, hint, plain, note)
+        yield Check(FINDINGS, label, count, bounds.max_findings, hint, four_digits, note)
 
 
 def _speed(rows: Sequence[Content], bounds: SpeedBounds) -> Iterator[Check]:
@@ -360,13 +360,13 @@ def _load(runs: Sequence[Content], bounds: LoadBounds) -> Iterator[Check]:
         failed = float(sum(run["failed"] for run in runs)) if runs else None
         note = f"of {sum(run['requests'] for run in runs)} requests"
         label, limit = "the number of failed requests", bounds.max_failed
-        yield Check("load.max_failed", label, failed, limit, hint, plain, note)
+        yield Check("load.max_failed", label, failed, limit, hint, four_digits, note)
     if bounds.max_invalid is not None:
         reasons = [text for run in runs if not run["valid"] for text in run["invalid_reasons"]]
         invalid = float(sum(not run["valid"] for run in runs)) if runs else None
         label, limit = "the number of invalid runs", bounds.max_invalid
         note = "; ".join(dict.fromkeys([*reasons, *([INVALID_REMEDY] if reasons else [])]))
-        check = Check("load.max_invalid", label, invalid, limit, hint, plain, note)
+        check = Check("load.max_invalid", label, invalid, limit, hint, four_digits, note)
         yield replace(check, of_measurement=True)
     valid = [run for run in runs if run["valid"]]
     hint = f"a valid run measures it: {hint}" if runs else hint
@@ -390,7 +390,9 @@ def _times(
         limit = getattr(bounds, name, None)
         if limit is not None:
             slowest = max((times[name] for times in rows), default=None)
-            yield Check(f"{bound}.{name}", f"{label} ({name})", slowest, limit, hint, milliseconds)
+            yield Check(
+                f"{bound}.{name}", f"{label} ({name})", slowest, limit, hint, with_milliseconds
+            )
 
 
 def _best(

@@ -19,16 +19,16 @@ from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
 from launcher_scripts.evaluation.journal import Journal, read_content, task_result
 from launcher_scripts.evaluation.served.tensors import States
 from launcher_scripts.evaluation.tasks import task
-from launcher_scripts.evaluation.tasks.megatron_models import NemoModel
+from launcher_scripts.evaluation.tasks.megatron_models import NemoReference
 from launcher_scripts.evaluation.tasks.task import (
     REFERENCE_KEY,
     Comparison,
     EvaluatedModel,
     Interval,
-    Model,
     ProgressCallback,
     Speed,
     Task,
+    TaskModel,
     TaskResult,
 )
 from launcher_scripts.evaluation.tasks.transformers_model import TransformersModel
@@ -41,7 +41,7 @@ class TimedModel:
 
     def __init__(
         self,
-        model: Model,
+        model: TaskModel,
         clock: Callable[[], float] = time.perf_counter,
         earlier: Mapping[str, float] | None = None,
     ) -> None:
@@ -100,7 +100,7 @@ ANSWER_KEYS = ("prediction", "correct")
 # What the same item has in common in every report.
 TARGET_KEYS = ("target", "targets")
 
-Reference = TransformersModel | NemoModel | TaskResult
+Reference = TransformersModel | NemoReference | TaskResult
 
 
 def timed(
@@ -125,7 +125,7 @@ def open_reference(settings: TaskSettings) -> Reference | None:
         return None
     path = Path(settings.reference)
     if path.suffix == ".nemo":
-        return NemoModel(path)
+        return NemoReference(path)
     return TransformersModel(path) if path.is_dir() else read_report(path, settings)
 
 

@@ -138,7 +138,7 @@ def models_of(openai: str, key: str | None = None) -> dict[str, dict[str, Any]]:
     return {model["id"]: model for model in _query(f"{openai}/models", key)["data"]}
 
 
-def run(
+def run_harness(
     harness: HarnessSettings,
     version: str,
     gateway: HarnessGateway,
@@ -178,7 +178,7 @@ def run_lm_eval(
     output.mkdir(parents=True)
     with tempfile.TemporaryDirectory(prefix="lm_eval_") as cache:
         code = subprocess.run(
-            command(harness, model, output, answers),
+            lm_eval_command(harness, model, output, answers),
             cwd=harness.data,
             env={**_environment(harness), **environment, "HF_HOME": cache},
             preexec_fn=partial(signal_when_parent_dies, signal.SIGKILL),
@@ -195,7 +195,7 @@ def run_lm_eval(
     return result
 
 
-def command(
+def lm_eval_command(
     harness: HarnessSettings,
     model: tuple[str, Mapping[str, Any]],
     output: Path,

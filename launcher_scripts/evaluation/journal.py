@@ -149,7 +149,7 @@ class Journal:
         """Why the results are of no use here; None where they are."""
         if not isinstance(head, dict) or head.get("journal") != VERSION:
             return f"{self.path} is not a journal of version {VERSION}"
-        changed = differences(head.get("set_up"), self._head["set_up"])
+        changed = value_differences(head.get("set_up"), self._head["set_up"])
         return "other " + ", ".join(name for name, *_ in changed) if changed else None
 
 
@@ -167,14 +167,16 @@ def _complete(lines: list[bytes]) -> Iterator[Any]:
         yield value
 
 
-def differences(one: Any, other: Any, name: str = "") -> list[tuple[str, Any, Any]]:
+def value_differences(one: Any, other: Any, name: str = "") -> list[tuple[str, Any, Any]]:
     """(dotted name, value in one, value in the other) of all that differs; None: not there."""
     if isinstance(one, dict) and isinstance(other, dict):
         keys = [*one, *(key for key in other if key not in one)]
         return [
             difference
             for key in keys
-            for difference in differences(one.get(key), other.get(key), f"{name}.{key}".lstrip("."))
+            for difference in value_differences(
+                one.get(key), other.get(key), f"{name}.{key}".lstrip(".")
+            )
         ]
     return [] if one == other else [(name, one, other)]
 

@@ -78,7 +78,7 @@ def html(report: Section) -> str:
         size=size,
         title=title,
         cell=cell,
-        plain=plain,
+        plain=bound_text,
         hardware=hardware,
         run_name=run_name,
         shown=MAX_ITEMS,
@@ -120,7 +120,7 @@ def title(name: str) -> str:
     return name.replace("_", " ")
 
 
-def plain(value: Any) -> str:
+def bound_text(value: Any) -> str:
     """A bound or what was measured, whatever it is, with four digits."""
     if not isinstance(value, float):
         return cell(value)
@@ -342,7 +342,7 @@ def _load_plots(runs: Sequence[Section]) -> list[str]:
         measured = [run for run in runs if run["valid"] and run["first_token_ms"]]
         selected = [run for run in measured if run["mode"] == mode and run[by]]
         if len(selected) > 1:
-            drawn += plots.load(selected, by)
+            drawn += plots.load_plot(selected, by)
     return drawn
 
 

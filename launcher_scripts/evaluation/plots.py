@@ -104,7 +104,7 @@ def positions(rows: Sequence[Mapping[str, Any]]) -> str:
         return _svg(metric, title, f"Mean KL divergence: {ends[0]}, {ends[1]}.")
 
 
-def load(runs: Sequence[Mapping[str, Any]], by: str) -> list[str]:
+def load_plot(runs: Sequence[Mapping[str, Any]], by: str) -> list[str]:
     """Valid runs: throughput by `by` (clients or rate), and latency against throughput."""
     lines = {}
     for path in dict.fromkeys(run["path"] for run in runs):

@@ -25,11 +25,11 @@ from launcher_scripts.evaluation.comparison import (
     same_item,
 )
 from launcher_scripts.evaluation.journal import (
-    differences,
     harness_items,
     harness_tasks,
     read_content,
     report_file,
+    value_differences,
 )
 from launcher_scripts.evaluation.tasks import task as statistics
 
@@ -177,7 +177,7 @@ def _set_up(
     once."""
     result: dict[tuple[str, str, str], tuple[Any, Any, list[str]]] = {}
     for section, (in_a, in_b) in sections.items():
-        for name, one, other in differences(_lasting(in_a), _lasting(in_b)):
+        for name, one, other in value_differences(_lasting(in_a), _lasting(in_b)):
             key = (name, repr(one), repr(other))
             result.setdefault(key, (one, other, []))[2].append(section)
     listed = [
@@ -330,10 +330,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     about = "how far apart figures may be and count as the same, relative to A's where that is "
     about += "larger than 1 (%(default)s)"
     parser.add_argument("--tolerance", type=float, default=TOLERANCE, metavar="X", help=about)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=print_difference)
 
 
-def run(args: argparse.Namespace) -> int:
+def print_difference(args: argparse.Namespace) -> int:
     """Print what differs; 0: the same results, 1: others, 2: not comparable.
 
     Raises ConfigError for options that no report can be compared by.

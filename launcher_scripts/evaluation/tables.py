@@ -198,7 +198,7 @@ def read_row(precision: LadderPrecision, weight_bytes: int | None) -> LadderRow:
     return LadderRow(precision.name, metrics, weight_bytes, speed, first, verdict, str(path))
 
 
-def choose(rows: Sequence[LadderRow]) -> tuple[str | None, str]:
+def choose_rung(rows: Sequence[LadderRow]) -> tuple[str | None, str]:
     """The rung to serve, if any, and why: that of the fewest bytes among those that are GO."""
     judged = [row for row in rows if row.verdict is not None]
     if not judged:

@@ -23,8 +23,8 @@ from launcher_scripts.contract import metric_names as names
 from launcher_scripts.gateway.admission import Admission, ClientThreads, ThreadsOfClient
 from launcher_scripts.gateway.api_errors import ApiError, bad_request, unsupported
 from launcher_scripts.gateway.backend import Replica
-from launcher_scripts.gateway.completions import Answering, Chat, Completion
-from launcher_scripts.gateway.generation import Limits, Record
+from launcher_scripts.gateway.completions import Chat, Completion, RequestAnswer
+from launcher_scripts.gateway.generation import RequestLimits, RequestRecord
 from launcher_scripts.gateway.messages import (
     ConversationBody,
     MessageAnswer,
@@ -75,7 +75,7 @@ Body = TypeVar("Body", CompletionBody, ChatBody, ResponsesBody, MessagesBody)
 Rendered = TypeVar("Rendered", CompletionBody, ChatBody)
 
 
-class Gateway:
+class GatewayHandlers:
     """The handlers of all routes."""
 
     def __init__(
@@ -85,7 +85,7 @@ class Gateway:
         self._replicas = replicas
         self.life = Lifecycle()
         self.admission = Admission(settings.max_running, settings.max_waiting)
-        self._limits = Limits(
+        self._limits = RequestLimits(
             self.admission, ClientThreads(), settings.request_timeout, settings.chat_tokens
         )
         self._max_body = settings.max_body
@@ -148,7 +148,7 @@ class Gateway:
 
     async def embeddings(self, request: Request) -> Response:
         """POST /v1/embeddings"""
-        record: Record = request.state.record
+        record: RequestRecord = request.state.record
         body = await self._body(request, EmbeddingsBody)
         model = self.models.find(body.model)
         if not model.embeds:
@@ -285,14 +285,14 @@ class Gateway:
 
         kinds: of two, the second one is for messages
         """
-        record: Record = request.state.record
+        record: RequestRecord = request.state.record
         body = await read_body(request, self._max_body, functools.partial(self.bodies.add, record))
         threads = self._threads(request)
         return await threads.run_on_body(
             lambda: parsed(kinds, body, record.warnings), record.body_size
         )
 
-    def count(self, path: str, record: Record, status: int) -> None:
+    def count(self, path: str, record: RequestRecord, status: int) -> None:
         """The response of a request has gone out."""
         self.bodies.remove(record)
         self.metrics.count(path, record, status)
@@ -347,9 +347,11 @@ class Gateway:
         self,
         request: Request,
         kind: type[Rendered],
-        answering_of: Callable[[ServedModel, Rendered, Record, Limits], Awaitable[Answering]],
+        answering_of: Callable[
+            [ServedModel, Rendered, RequestRecord, RequestLimits], Awaitable[RequestAnswer]
+        ],
     ) -> list[dict[str, Any]]:
-        record: Record = request.state.record
+        record: RequestRecord = request.state.record
         body = await self._body(request, kind)
         answering = await answering_of(self._generating(body.model), body, record, self._limits)
         answering.generation.abort()
@@ -360,14 +362,15 @@ class Gateway:
         request: Request,
         kind: type[Body],
         answering_of: Callable[
-            [ServedModel, Body, Record, Limits], Awaitable[Answering | Retelling[Any]]
+            [ServedModel, Body, RequestRecord, RequestLimits],
+            Awaitable[RequestAnswer | Retelling[Any]],
         ],
     ) -> Response:
         """The answer to a body of this kind.
 
         Raises ClientDisconnect when nobody waits for it any more.
         """
-        record: Record = request.state.record
+        record: RequestRecord = request.state.record
         body = await self._body(request, kind)
         model = self._generating(body.model)
         self.life.enter()
@@ -397,7 +400,7 @@ class EventResponse(StreamingResponse):
         first: bytes,
         events: AsyncGenerator[bytes, None],
         life: Lifecycle,
-        record: Record,
+        record: RequestRecord,
         failed: Callable[[ApiError], bytes],
     ) -> None:
         """failed: makes the last event of a stream that cannot go on"""
@@ -459,7 +462,7 @@ def make_app(
 
     replicas: the servers, for /servers and /ready; their owner may change them at any time
     """
-    gateway = Gateway(models, settings, replicas)
+    gateway = GatewayHandlers(models, settings, replicas)
     browsers = Browsers((*settings.allowed_hosts, settings.host), settings.cors_origins)
     middleware = [
         Middleware(

@@ -18,7 +18,7 @@ SLEEP_SECONDS = 5  # after which a client may ask a model that sleeps again
 
 
 @dataclass(frozen=True)
-class AddedLoRA:
+class ServedLoRA:
     """An adapter that was added to a running model.
 
     path:   on the servers
@@ -83,7 +83,7 @@ class RowRequest:
     client: str = ""
     cache_salt: int = 0
     lora_adapter: int | None = None
-    added_lora: AddedLoRA | None = None
+    added_lora: ServedLoRA | None = None
     num_speculative_tokens: int = 0
     log_probs: int | None = None
     prompt_log_probs: int | None = None

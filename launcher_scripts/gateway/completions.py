@@ -15,14 +15,14 @@ from launcher_scripts.gateway.api_errors import ApiError, bad_request, unsupport
 from launcher_scripts.gateway.generation import (
     Generation,
     GenerationOptions,
-    Limits,
     Prompt,
-    Record,
+    RequestLimits,
+    RequestRecord,
     check_rows,
 )
 from launcher_scripts.gateway.harmony import REASONING, HarmonyText
 from launcher_scripts.gateway.reasoning import NAMES, Reasoning, ReasoningText
-from launcher_scripts.gateway.row_text import Piece, of_chat, of_completion, token_names
+from launcher_scripts.gateway.row_text import TextIncrement, of_chat, of_completion, token_names
 from launcher_scripts.gateway.schemas import ChatBody, CompletionBody, NamedTool, SamplingBody
 from launcher_scripts.gateway.served_model import ServedModel
 from launcher_scripts.gateway.tool_calls import ToolCall, ToolText
@@ -66,7 +66,7 @@ DONE = b"data: [DONE]\n\n"
 _SOME_TEXT = "some text"  # in whose place the texts are written
 
 
-class Answering(ABC):
+class RequestAnswer(ABC):
     """One request on its way to its answer. Subclasses know the form of the answer."""
 
     prefix: str
@@ -93,7 +93,7 @@ class Answering(ABC):
 
     async def full(self) -> dict[str, Any]:
         """The answer. Raises ApiError."""
-        result: dict[int, list[Piece]] = {}
+        result: dict[int, list[TextIncrement]] = {}
         async with aclosing(self.generation.pieces()) as pieces:
             async for choice, piece in pieces:
                 if piece.begins_again:
@@ -108,7 +108,7 @@ class Answering(ABC):
         head = {**self._head, **self._weights(), "object": self.kind}
         return {**head, "choices": choices, "usage": usage}
 
-    def _choices(self, answers: Mapping[int, Piece]) -> list[dict[str, Any]]:
+    def _choices(self, answers: Mapping[int, TextIncrement]) -> list[dict[str, Any]]:
         return [
             {"index": index, **self.choice(answers[choice])}
             for index, choice in enumerate(self._best(answers))
@@ -170,7 +170,7 @@ class Answering(ABC):
         return b"data: " + to_json(error.body()) + b"\n\n" + DONE
 
     @abstractmethod
-    def choice(self, answer: Piece) -> dict[str, Any]:
+    def choice(self, answer: TextIncrement) -> dict[str, Any]:
         """A whole answer without its index."""
 
     def first_deltas(self) -> Sequence[dict[str, Any]]:
@@ -178,10 +178,10 @@ class Answering(ABC):
         return ()
 
     @abstractmethod
-    def delta(self, piece: Piece) -> dict[str, Any]:
+    def delta(self, piece: TextIncrement) -> dict[str, Any]:
         """Return the new part of a choice, without its index."""
 
-    def last_deltas(self, choice: int, piece: Piece) -> Sequence[dict[str, Any]]:  # noqa: ARG002
+    def last_deltas(self, choice: int, piece: TextIncrement) -> Sequence[dict[str, Any]]:  # noqa: ARG002
         """Return the new parts of a choice whose delta has more than text."""
         return (self.delta(piece),)
 
@@ -195,12 +195,12 @@ class Answering(ABC):
         Every token of a streamed answer passes here, so what surrounds the text is made once.
         """
         if texts and choice not in self._frames:
-            choices = [{"index": choice, **self.delta(Piece(_SOME_TEXT))}]
+            choices = [{"index": choice, **self.delta(TextIncrement(_SOME_TEXT))}]
             self._frames[choice] = to_json(choices).split(to_json(_SOME_TEXT))
         for text in texts:
             yield to_json(text).join(self._frames[choice])
 
-    def _best(self, answers: Mapping[int, Piece]) -> list[int]:
+    def _best(self, answers: Mapping[int, TextIncrement]) -> list[int]:
         """The choices that are shown: of every prompt's rows the n likeliest per token."""
         rows, num_choices = self.generation.options.rows, self.body.n
         result = []
@@ -212,7 +212,7 @@ class Answering(ABC):
         return result
 
 
-class Completion(Answering):
+class Completion(RequestAnswer):
     """Responses of /v1/completions."""
 
     prefix = "cmpl"
@@ -221,7 +221,7 @@ class Completion(Answering):
 
     @classmethod
     async def of(
-        cls, model: ServedModel, body: CompletionBody, record: Record, limits: Limits
+        cls, model: ServedModel, body: CompletionBody, record: RequestRecord, limits: RequestLimits
     ) -> Completion:
         """Raises ApiError for what cannot be done."""
         max_tokens = _DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
@@ -233,10 +233,10 @@ class Completion(Answering):
         generation = await Generation.of(model, body, prompts, options, record, limits)
         return cls(model, body, generation)
 
-    def choice(self, answer: Piece) -> dict[str, Any]:
+    def choice(self, answer: TextIncrement) -> dict[str, Any]:
         return self.delta(answer)
 
-    def delta(self, piece: Piece) -> dict[str, Any]:
+    def delta(self, piece: TextIncrement) -> dict[str, Any]:
         top = self.body.logprobs
         return {
             "text": piece.text,
@@ -246,7 +246,7 @@ class Completion(Answering):
         }
 
 
-class Chat(Answering):
+class Chat(RequestAnswer):
     """Responses of /v1/chat/completions."""
 
     prefix = "chatcmpl"
@@ -255,7 +255,9 @@ class Chat(Answering):
     body: ChatBody
 
     @classmethod
-    async def of(cls, model: ServedModel, body: ChatBody, record: Record, limits: Limits) -> Chat:
+    async def of(
+        cls, model: ServedModel, body: ChatBody, record: RequestRecord, limits: RequestLimits
+    ) -> Chat:
         """Raises ApiError for what cannot be done."""
         if body.top_logprobs and not body.logprobs:
             raise bad_request("top_logprobs need logprobs", "top_logprobs")
@@ -293,7 +295,7 @@ class Chat(Answering):
             return ReadChat(model, body, generation, reasoning, text if harmony else None)
         return cls(model, body, generation)
 
-    def choice(self, answer: Piece) -> dict[str, Any]:
+    def choice(self, answer: TextIncrement) -> dict[str, Any]:
         message = {"role": "assistant", "content": answer.text}
         return {"message": message, **self._common(answer)}
 
@@ -305,11 +307,11 @@ class Chat(Answering):
         first = {"delta": {"role": "assistant", "content": ""}, "finish_reason": None}
         return ({**first, "logprobs": None},)
 
-    def delta(self, piece: Piece) -> dict[str, Any]:
+    def delta(self, piece: TextIncrement) -> dict[str, Any]:
         content = {"content": piece.text} if piece.text or piece.entries else {}
         return {"delta": content, **self._common(piece)}
 
-    def _common(self, piece: Piece) -> dict[str, Any]:
+    def _common(self, piece: TextIncrement) -> dict[str, Any]:
         log_probs = None
         if self.body.logprobs:
             top = self.body.top_logprobs or 0
@@ -341,7 +343,7 @@ class ReadChat(Chat):
         self._texts: dict[int, AnswerText | HarmonyText] = {}
         self._named_started: set[int] = set()
 
-    def choice(self, answer: Piece) -> dict[str, Any]:
+    def choice(self, answer: TextIncrement) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": ""}
         text = self._new_text()
         message |= text.take(answer.text, finished=True)
@@ -354,12 +356,12 @@ class ReadChat(Chat):
             message |= {"content": message["content"] or None, "tool_calls": entries}
         return {"message": message, **self._common(answer), **self._reason(answer, bool(calls))}
 
-    def last_deltas(self, choice: int, piece: Piece) -> Sequence[dict[str, Any]]:
+    def last_deltas(self, choice: int, piece: TextIncrement) -> Sequence[dict[str, Any]]:
         deltas = self.deltas(choice, piece.text, finished=piece.finish_reason is not None)
         if self.body.tools or not deltas:
             deltas.append({})
         called = choice in self._named_started or bool(self._texts[choice].calls)
-        before = [{"delta": delta, **self._common(Piece())} for delta in deltas[:-1]]
+        before = [{"delta": delta, **self._common(TextIncrement())} for delta in deltas[:-1]]
         return [
             *before,
             {"delta": deltas[-1], **self._common(piece), **self._reason(piece, called)},
@@ -368,7 +370,7 @@ class ReadChat(Chat):
     def _of_texts(self, choice: int, texts: Sequence[str]) -> Iterator[bytes]:
         for text in texts:
             for delta in self.deltas(choice, text, finished=False):
-                yield to_json([{"index": choice, "delta": delta, **self._common(Piece())}])
+                yield to_json([{"index": choice, "delta": delta, **self._common(TextIncrement())}])
 
     def deltas(self, choice: int, text: str, *, finished: bool) -> list[dict[str, Any]]:
         texts = self._texts.setdefault(choice, self._new_text())
@@ -401,7 +403,7 @@ class ReadChat(Chat):
         return HarmonyText(self._harmony, tools, lists_only=lists, must_call=must_call)
 
     @staticmethod
-    def _reason(piece: Piece, called: bool) -> dict[str, Any]:
+    def _reason(piece: TextIncrement, called: bool) -> dict[str, Any]:
         """An answer that ended by itself with calls ended because of them."""
         is_stop = piece.finish_reason == "stop" and called
         return {"finish_reason": "tool_calls"} if is_stop else {}
@@ -426,13 +428,13 @@ def _usage(usage: Mapping[str, int] | None) -> bytes:
     return b',"usage":' + to_json(usage)
 
 
-def _joined(parts: Sequence[Piece]) -> Piece:
+def _joined(parts: Sequence[TextIncrement]) -> TextIncrement:
     """The pieces of one answer as one."""
     entries = tuple(entry for part in parts for entry in part.entries)
     return parts[-1]._replace(text="".join(part.text for part in parts), entries=entries)
 
 
-def _mean(answer: Piece) -> float:
+def _mean(answer: TextIncrement) -> float:
     """The mean log-probability of the generated tokens, which follow those of an echoed prompt."""
     entries = answer.entries[len(answer.entries) - answer.tokens :]
     values = [entry.log_prob.log_prob for entry in entries if entry.log_prob is not None]

@@ -21,8 +21,8 @@ from launcher_scripts.gateway.backend import Increment, RowRequest, RowWeights, 
 from launcher_scripts.gateway.reasoning import Reasoning, StopTexts
 from launcher_scripts.gateway.row_text import (
     LogProbEntry,
-    Piece,
-    RowText,
+    RowTextStream,
+    TextIncrement,
     prompt_entries,
     token_texts,
 )
@@ -49,7 +49,7 @@ class Prompt:
 
 
 @dataclass(eq=False)
-class Record:
+class RequestRecord:
     """The progress of a request, for its line in the log and for metrics.
 
     owner: whose key it has; None: there are no keys
@@ -85,7 +85,7 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Limits:
+class RequestLimits:
     """One gateway's limits for all requests.
 
     threads:     for templates and tokenizers
@@ -125,8 +125,8 @@ class Generation:
         body: SamplingBody,
         prompts: Sequence[Prompt],
         options: GenerationOptions,
-        record: Record,
-        limits: Limits,
+        record: RequestRecord,
+        limits: RequestLimits,
         grammar: tuple[str, bytes | None],
     ) -> None:
         """Raises ApiError where too many rows wait.
@@ -156,8 +156,8 @@ class Generation:
         body: SamplingBody,
         prompts: Sequence[Prompt],
         options: GenerationOptions,
-        record: Record,
-        limits: Limits,
+        record: RequestRecord,
+        limits: RequestLimits,
     ) -> Generation:
         """Check the body and its grammar, by a thread if it is long.
 
@@ -171,7 +171,7 @@ class Generation:
         grammar = await limits.threads.of(record.client).run_on_body(check, record.body_size)
         return cls(model, body, prompts, options, record, limits, grammar)
 
-    async def pieces(self) -> AsyncGenerator[tuple[int, Piece], None]:
+    async def pieces(self) -> AsyncGenerator[tuple[int, TextIncrement], None]:
         """(choice, piece) of all rows as they come.
 
         Raises ApiError when a row cannot be generated, or when the request's time is over; the
@@ -283,14 +283,14 @@ class Generation:
 
     async def _row(
         self, number: int, request: RowRequest, slot: QueuedRow
-    ) -> AsyncGenerator[tuple[int, Piece], None]:
+    ) -> AsyncGenerator[tuple[int, TextIncrement], None]:
         """The pieces of one row, or of all hypotheses of a beam search."""
         choice = number * (self.options.rows if self._beams else 1)
         async with slot.taken():
             if not request.max_tokens and request.prompt_log_probs is None:
                 echo = self._prompt(number).text if self.options.echo else ""
                 for beam in range(request.beam_width):
-                    yield choice + beam, Piece(echo, finish_reason="length")
+                    yield choice + beam, TextIncrement(echo, finish_reason="length")
                 return
             streamed = _StreamedText(self, request, self._prompt(number))
             async with aclosing(self.model.backend.generate(request)) as increments:
@@ -301,7 +301,7 @@ class Generation:
                         self.record.weights = increment.weights
                     if increment.begins_again:
                         streamed = _StreamedText(self, request, self._prompt(number))
-                        yield choice, Piece(begins_again=True)
+                        yield choice, TextIncrement(begins_again=True)
                         continue
                     streamed.accept_prompt(increment)
                     if self._beams:
@@ -331,7 +331,7 @@ class _StreamedText:
             texts = token_texts(self._generation.model.tokenizer, ())
             self._entries = prompt_entries(texts, self._prompt.ids, increment.prompt_log_probs)
 
-    def next(self, increment: Increment) -> Piece:
+    def next(self, increment: Increment) -> TextIncrement:
         """The next piece; the first one begins with the echo."""
         piece = self._text.take(increment)
         if self._echo or self._entries:
@@ -344,14 +344,14 @@ class _StreamedText:
             self._echo, self._entries = "", ()
         return piece
 
-    def hypothesis(self, ids: tuple[int, ...]) -> Piece:
+    def hypothesis(self, ids: tuple[int, ...]) -> TextIncrement:
         """All of one hypothesis."""
         piece = self._new_text().take(Increment(ids, finished=True))
         return piece._replace(text=self._echo + piece.text)
 
-    def _new_text(self) -> RowText:
+    def _new_text(self) -> RowTextStream:
         model, body, request = self._generation.model, self._generation.body, self._request
-        return RowText(
+        return RowTextStream(
             token_texts(model.tokenizer, () if model.encodes else self._prompt.ids),
             StopTexts(list(body.stop), included=body.include_stop_str_in_output),
             request.end_id,

@@ -215,7 +215,7 @@ _DELTAS = {
 }
 
 
-def chat_body(body: ConversationBody) -> ChatBody:
+def chat_of_messages(body: ConversationBody) -> ChatBody:
     """The same request as a chat. Raises ApiError."""
     system = []
     if body.system is not None:
@@ -254,7 +254,7 @@ async def count_tokens(
     model: ServedModel, body: ConversationBody, threads: ThreadsOfClient, body_size: int
 ) -> int:
     """Count the tokens of the prompt. Raises ApiError."""
-    chat = await threads.run_on_body(lambda: chat_body(body), body_size)
+    chat = await threads.run_on_body(lambda: chat_of_messages(body), body_size)
     text = await model.chat_text(chat, threads)
     (ids,) = await model.encode_aside([text], threads, special_tokens=False)
     return len(ids)
@@ -293,7 +293,7 @@ class MessageAnswer(Retelling[MessagesBody]):
     """One request of /v1/messages on its way to its answer."""
 
     names = _NAMES
-    as_chat = staticmethod(chat_body)
+    as_chat = staticmethod(chat_of_messages)
 
     def __init__(self, body: MessagesBody, chat: Chat) -> None:
         super().__init__(body, chat)

@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from launcher_scripts.common.http_client import query
 from launcher_scripts.contract import metric_names as names
-from launcher_scripts.gateway.generation import Record
+from launcher_scripts.gateway.generation import RequestRecord
 
 _OTHER = "other"
 _SERVER_SECONDS = 2.0  # for a server's answer
@@ -53,7 +53,7 @@ class ClientTable:
         self._clients: OrderedDict[str, ClientUsage] = OrderedDict()
         self._others = ClientUsage()
 
-    def count(self, record: Record, status: int) -> None:
+    def count(self, record: RequestRecord, status: int) -> None:
         """Count a request that has reached a model."""
         if not record.model:
             return
@@ -88,18 +88,18 @@ class Metrics:
         self._generation_tokens = self._counter(names.GATEWAY_GENERATION_TOKENS)
         self._first_token = self._histogram(names.GATEWAY_FIRST_TOKEN)
         self._request = self._histogram(names.GATEWAY_REQUEST)
-        self._recorded: dict[Record, int] = {}  # generated tokens of requests under way
+        self._recorded: dict[RequestRecord, int] = {}  # generated tokens of requests under way
         self.clients = ClientTable()
 
-    def watch(self, metric: names.Metric, level: Callable[[], float]) -> None:
+    def watch(self, metric: names.MetricSpec, level: Callable[[], float]) -> None:
         """Show what `level` says whenever somebody asks."""
         Gauge(metric.name, metric.meaning, registry=self._registry).set_function(level)
 
-    def begin(self, record: Record) -> None:
+    def begin(self, record: RequestRecord) -> None:
         """Count the request's tokens as they come, until its answer has gone out."""
         self._recorded[record] = 0
 
-    def count(self, path: str, record: Record, status: int) -> None:
+    def count(self, path: str, record: RequestRecord, status: int) -> None:
         """The answer of a request has gone out. Times are those of requests that were answered."""
         self._requests.labels(self._route(path), str(status)).inc()
         self._count_tokens(record)
@@ -127,17 +127,17 @@ class Metrics:
         parents = (route for route in self._routes if route.endswith("/") and route != "/")
         return next((parent for parent in parents if path.startswith(parent)), _OTHER)
 
-    def _count_tokens(self, record: Record) -> None:
+    def _count_tokens(self, record: RequestRecord) -> None:
         """Count the tokens since the last call; none if a row has restarted."""
         before = self._recorded.get(record, 0)
         if record.generated_tokens > before:
             self._recorded[record] = record.generated_tokens
             self._generation_tokens.labels(record.model).inc(record.generated_tokens - before)
 
-    def _counter(self, metric: names.Metric) -> Any:
+    def _counter(self, metric: names.MetricSpec) -> Any:
         return Counter(metric.name, metric.meaning, metric.labels, registry=self._registry)
 
-    def _histogram(self, metric: names.Metric) -> Any:
+    def _histogram(self, metric: names.MetricSpec) -> Any:
         return Histogram(
             metric.name,
             metric.meaning,

@@ -33,7 +33,7 @@ from launcher_scripts.gateway.api_errors import (
     cancelled,
     unavailable,
 )
-from launcher_scripts.gateway.generation import Record
+from launcher_scripts.gateway.generation import RequestRecord
 
 LOG = logging.getLogger("gateway")
 Result = TypeVar("Result")
@@ -56,7 +56,7 @@ class Lifecycle:
     over: bool = False
     working: int = 0
     idle: asyncio.Event = field(default_factory=asyncio.Event)
-    _limited: dict[asyncio.Future[Any], Record] = field(default_factory=dict)
+    _limited: dict[asyncio.Future[Any], RequestRecord] = field(default_factory=dict)
 
     def enter(self) -> None:
         """Begin a request that generates. Raises ApiError while the gateway drains."""
@@ -71,7 +71,7 @@ class Lifecycle:
             self.idle.set()
 
     @contextlib.contextmanager
-    def limited(self, task: asyncio.Future[Any] | None, record: Record) -> Iterator[None]:
+    def limited(self, task: asyncio.Future[Any] | None, record: RequestRecord) -> Iterator[None]:
         """Inside, the task makes an answer, and is cancelled when the time is over, or when the
         request of this record is cancelled.
         """
@@ -86,13 +86,13 @@ class Lifecycle:
         finally:
             del self._limited[task]
 
-    def error(self, record: Record) -> ApiError | None:
+    def error(self, record: RequestRecord) -> ApiError | None:
         """Returns the reason for which a request was ended before its answer was complete."""
         if record.cancelled:
             return cancelled()
         return aborted() if self.over else None
 
-    def cancel(self, record: Record) -> None:
+    def cancel(self, record: RequestRecord) -> None:
         """End one request."""
         record.cancelled = True
         for task in [task for task, item in self._limited.items() if item is record]:
@@ -116,7 +116,7 @@ async def unless_left(request: Request, life: Lifecycle, work: Awaitable[Result]
 
     Raises ClientDisconnect and ApiError then.
     """
-    record: Record = request.state.record
+    record: RequestRecord = request.state.record
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_departure(request))
     try:
@@ -218,7 +218,7 @@ class RequestMiddleware:
         app: ASGIApp,
         keys: Keys,
         browsers: Browsers,
-        count: Callable[[str, Record, int], None],
+        count: Callable[[str, RequestRecord, int], None],
     ) -> None:
         """browsers: asked where there are no keys
         count: is told the path, the Record and the status of every answer
@@ -238,7 +238,7 @@ class RequestMiddleware:
         values = headers.get("x-request-id", "")
         request_id = values if _REQUEST_ID.fullmatch(values) else uuid.uuid4().hex
         address = _field((scope.get("client") or ("-",))[0])
-        record = Record(request_id, address, received=time.monotonic())
+        record = RequestRecord(request_id, address, received=time.monotonic())
         scope.setdefault("state", {})["record"] = record
         status = 0
 
@@ -280,7 +280,7 @@ class RequestMiddleware:
             self._count(scope["path"], record, status)
 
     @staticmethod
-    def _log(scope: Scope, record: Record, status: int) -> None:
+    def _log(scope: Scope, record: RequestRecord, status: int) -> None:
         level = logging.DEBUG if scope["path"] in OPEN_PATHS else logging.INFO
         LOG.log(
             level,
@@ -306,7 +306,7 @@ class BodyBudget:
         self._max_bytes = max_bytes
         self._bytes: Counter[str] = Counter()
 
-    def add(self, record: Record, size: int) -> None:
+    def add(self, record: RequestRecord, size: int) -> None:
         """Count a part of a request's body. Raises ApiError where the client has too many."""
         count = self._bytes[record.client]
         if count + size > self._max_bytes:
@@ -314,7 +314,7 @@ class BodyBudget:
         self._bytes[record.client] += size
         record.body_size += size
 
-    def remove(self, record: Record) -> None:
+    def remove(self, record: RequestRecord) -> None:
         """The request has ended."""
         self._bytes[record.client] -= record.body_size
         if not self._bytes[record.client]:

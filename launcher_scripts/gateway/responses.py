@@ -15,7 +15,7 @@ from pydantic_core import to_json
 
 from launcher_scripts.gateway.api_errors import ApiError, bad_request, unsupported
 from launcher_scripts.gateway.completions import Chat
-from launcher_scripts.gateway.generation import Limits, Record
+from launcher_scripts.gateway.generation import RequestLimits, RequestRecord
 from launcher_scripts.gateway.middleware import Lifecycle
 from launcher_scripts.gateway.reasoning import NAMES
 from launcher_scripts.gateway.responses_schemas import (
@@ -48,7 +48,7 @@ _NAMES = {
 }
 
 
-def chat_body(body: ResponsesBody) -> ChatBody:
+def chat_of_response(body: ResponsesBody) -> ChatBody:
     """The same request as a chat. Raises ApiError."""
     values: dict[str, Any] = {
         "model": body.model,
@@ -206,7 +206,7 @@ class Responding(Retelling[ResponsesBody]):
     """One request of /v1/responses on its way to its answer."""
 
     names = _NAMES
-    as_chat = staticmethod(chat_body)
+    as_chat = staticmethod(chat_of_response)
 
     def __init__(self, body: ResponsesBody, chat: Chat, store: ResponseStore | None = None) -> None:
         """store: None: the response is not stored"""
@@ -361,7 +361,7 @@ class ResponseStore:
         self._running: dict[tuple[str, str], Responding] = {}
 
     async def respond(
-        self, model: ServedModel, body: ResponsesBody, record: Record, limits: Limits
+        self, model: ServedModel, body: ResponsesBody, record: RequestRecord, limits: RequestLimits
     ) -> Responding:
         """Begin a response, which may continue a stored one. Raises ApiError."""
         threads, size = limits.threads.of(record.client), record.body_size
@@ -372,7 +372,7 @@ class ResponseStore:
             body = body.model_copy(update={"input": [*items, *_items(body)]})
         store = self if self._max_responses and body.store is not False else None
         try:
-            chat = await threads.run_on_body(lambda: chat_body(body), size)
+            chat = await threads.run_on_body(lambda: chat_of_response(body), size)
             return Responding(body, await Chat.of(model, chat, record, limits), store)
         except ApiError as error:
             Responding.rename(error)

@@ -11,7 +11,7 @@ from pydantic_core import to_json
 
 from launcher_scripts.gateway.api_errors import ApiError
 from launcher_scripts.gateway.completions import Chat
-from launcher_scripts.gateway.generation import Limits, Record
+from launcher_scripts.gateway.generation import RequestLimits, RequestRecord
 from launcher_scripts.gateway.schemas import ChatBody, StrictBody
 from launcher_scripts.gateway.served_model import ServedModel
 
@@ -34,7 +34,7 @@ class Retelling(ABC, Generic[Body]):
 
     @classmethod
     async def of(
-        cls, model: ServedModel, body: Body, record: Record, limits: Limits
+        cls, model: ServedModel, body: Body, record: RequestRecord, limits: RequestLimits
     ) -> Retelling[Body]:
         """Raises ApiError for what cannot be done."""
         try:

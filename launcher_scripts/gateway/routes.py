@@ -28,8 +28,13 @@ from starlette.routing import Route
 
 from launcher_scripts.gateway.admission import QueuedRow
 from launcher_scripts.gateway.api_errors import ApiError, bad_request, unavailable
-from launcher_scripts.gateway.backend import AddedLoRA, Replica, RowRequest, merged
-from launcher_scripts.gateway.generation import Limits, Record, check_length, check_rows
+from launcher_scripts.gateway.backend import Replica, RowRequest, ServedLoRA, merged
+from launcher_scripts.gateway.generation import (
+    RequestLimits,
+    RequestRecord,
+    check_length,
+    check_rows,
+)
 from launcher_scripts.gateway.messages import ConversationBody, MessagesBody
 from launcher_scripts.gateway.responses_schemas import ResponsesBody
 from launcher_scripts.gateway.schemas import (
@@ -59,8 +64,8 @@ class Embeddings:
         model: ServedModel,
         body: EmbeddingsBody,
         inputs: Sequence[tuple[int, ...]],
-        record: Record,
-        limits: Limits,
+        record: RequestRecord,
+        limits: RequestLimits,
     ) -> None:
         """inputs: token ids. Raises ApiError if too many rows wait."""
         self._model = model
@@ -74,7 +79,7 @@ class Embeddings:
 
     @classmethod
     async def of(
-        cls, model: ServedModel, body: EmbeddingsBody, record: Record, limits: Limits
+        cls, model: ServedModel, body: EmbeddingsBody, record: RequestRecord, limits: RequestLimits
     ) -> Embeddings:
         """Tokenize the inputs. Raises ApiError for inputs that the model cannot encode."""
         check_rows(len(body.input), 1, limits.admission)
@@ -309,7 +314,7 @@ def _check(server: Replica, reply: Mapping[str, Any]) -> None:
         raise ApiError(status, message, code="adapter_not_loaded", param="lora_path")
 
 
-async def _unload(lora: AddedLoRA, model: ServedModel, servers: Sequence[Replica]) -> None:
+async def _unload(lora: ServedLoRA, model: ServedModel, servers: Sequence[Replica]) -> None:
     """Have servers forget an adapter; one that has started again has done so already."""
     for server in servers:
         with suppress(ApiError):

@@ -108,7 +108,7 @@ class LogProbEntry:
     log_prob: TokenLogProb | None
 
 
-class Piece(NamedTuple):
+class TextIncrement(NamedTuple):
     """New text of a row's response.
 
     tokens:        generated so far, those of a stop text included
@@ -126,7 +126,7 @@ class Piece(NamedTuple):
     begins_again: bool = False
     parts: tuple[str, ...] = ()
 
-    def by_token(self) -> tuple[list[str], Piece | None]:
+    def by_token(self) -> tuple[list[str], TextIncrement | None]:
         """The texts of the tokens that add text alone, and the last token's piece if it says more.
 
         Tokens are told apart where `parts` are known.
@@ -139,7 +139,7 @@ class Piece(NamedTuple):
         return texts[:-1], self._replace(text="".join(texts[-1:]), parts=())
 
 
-class RowText:
+class RowTextStream:
     """Turns the increments of one row into pieces of its text.
 
     Pieces put together are the whole text without the stop text, and none ends within a character.
@@ -171,13 +171,13 @@ class RowText:
         self._offset = offset
         self._tokens = 0
 
-    def take(self, increment: Increment) -> Piece:
+    def take(self, increment: Increment) -> TextIncrement:
         """The next piece."""
         ids, finished = increment.token_ids, increment.finished
         parts = self._texts.take(ids, finished=finished)
         if not increment.log_probs and not self._stops.texts:
             return self._piece(parts, ids, finished)
-        text, entries, piece = "", [], Piece(tokens=self._tokens)
+        text, entries, piece = "", [], TextIncrement(tokens=self._tokens)
         for index, part in enumerate(parts):
             if increment.log_probs:
                 entries.append(LogProbEntry(ids[index], self._offset, increment.log_probs[index]))
@@ -189,12 +189,12 @@ class RowText:
                 break
         return piece._replace(text=text, entries=tuple(entries), parts=())
 
-    def _piece(self, parts: list[str], ids: Sequence[int], finished: bool) -> Piece:
+    def _piece(self, parts: list[str], ids: Sequence[int], finished: bool) -> TextIncrement:
         self._tokens += len(ids)
         text = "".join(parts)
         if self._tokens >= self._min_tokens:
             text = self._stops.take(text, finished=finished)
-        piece = Piece(text, tokens=self._tokens, parts=tuple(parts))
+        piece = TextIncrement(text, tokens=self._tokens, parts=tuple(parts))
         if self._stops.match is not None:
             return piece._replace(finish_reason="stop", stop_reason=self._stops.match)
         if not finished:

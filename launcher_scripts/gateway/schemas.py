@@ -257,7 +257,7 @@ class ContentPart(TextPart):
     type: Literal["text"]
 
 
-class Message(BaseModel):
+class ChatMessage(BaseModel):
     """A message of a chat; what else it holds (tool_calls, name, ...) is the template's."""
 
     model_config = ConfigDict(extra="allow", strict=True)
@@ -274,7 +274,7 @@ class ChatPrompt(StrictBody):
     """Conversion of messages to a prompt."""
 
     tool_types = ("function",)
-    messages: list[Message] = Field(min_length=1)
+    messages: list[ChatMessage] = Field(min_length=1)
     tools: list[dict[str, Any]] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False

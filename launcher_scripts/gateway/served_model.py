@@ -20,7 +20,7 @@ from launcher_scripts.common.tokenizer import SpecialIds, TokenizationError, Tok
 from launcher_scripts.gateway import harmony
 from launcher_scripts.gateway.admission import NUM_THREADS, ThreadsOfClient
 from launcher_scripts.gateway.api_errors import ApiError, ContextOverflow, bad_request, unsupported
-from launcher_scripts.gateway.backend import AddedLoRA, Backend
+from launcher_scripts.gateway.backend import Backend, ServedLoRA
 from launcher_scripts.gateway.harmony import writes_harmony
 from launcher_scripts.gateway.reasoning import with_both_names
 from launcher_scripts.gateway.schemas import ChatPrompt
@@ -180,8 +180,8 @@ class ServedModel:
     token_names: Mapping[str, str] = field(default_factory=dict)
     digests: DigestChain | None = None
     lora_names: tuple[str, ...] = ()
-    added_loras: tuple[AddedLoRA, ...] = ()
-    added_lora: AddedLoRA | None = None
+    added_loras: tuple[ServedLoRA, ...] = ()
+    added_lora: ServedLoRA | None = None
     lora_adapter: int | None = None
     parent: str | None = None
     created: int = field(default_factory=lambda: int(time.time()))
@@ -283,7 +283,7 @@ class ServedModel:
 
     def adapters(self) -> list[ServedModel]:
         """Its LoRA adapters as models, called <its name>:<adapter>."""
-        numbers: list[tuple[str, int, AddedLoRA | None]] = [
+        numbers: list[tuple[str, int, ServedLoRA | None]] = [
             *((name, number, None) for number, name in enumerate(self.lora_names)),
             *((added.name, added.number, added) for added in self.added_loras),
         ]
@@ -394,7 +394,7 @@ class Models:
         long = {adapter.name: model for adapter, model in zip(adapters, labels, strict=True)}
         self._named = long | {model.name: model for model in self.listed}
 
-    def new_lora(self, model: ServedModel, name: str, path: str) -> AddedLoRA:
+    def new_lora(self, model: ServedModel, name: str, path: str) -> ServedLoRA:
         """Return an adapter that can be added to a model. Raises ApiError."""
         if not path.startswith("/"):
             message = f"lora_path is an absolute path on the server; got {path!r}"
@@ -404,7 +404,7 @@ class Models:
             raise bad_request(message, "lora_name")
         if name in {other.name for other in self.all}:
             raise bad_request(f"a model has the name {name!r}", "lora_name")
-        return AddedLoRA(name, path, len(model.lora_names) + next(self._numbers))
+        return ServedLoRA(name, path, len(model.lora_names) + next(self._numbers))
 
     def put(self, model: ServedModel) -> None:
         """Let a model come in the place of that of its name."""

@@ -25,7 +25,7 @@ from launcher_scripts.common.hosts import host_port
 from launcher_scripts.config.gateway import GatewaySettings, example_command
 from launcher_scripts.config.security import read_keys
 from launcher_scripts.gateway.api_errors import ApiError
-from launcher_scripts.gateway.app import Gateway, make_app
+from launcher_scripts.gateway.app import GatewayHandlers, make_app
 from launcher_scripts.gateway.fleet import Fleet, load_models
 from launcher_scripts.gateway.middleware import Keys
 from launcher_scripts.gateway.served_model import ServedModel
@@ -176,7 +176,7 @@ _BACKLOG = 2048
 _LAST_SECONDS = 2  # for requests that are given up, and then for connections that are still open
 
 
-def serve(settings: GatewaySettings) -> None:
+def serve_gateway_settings(settings: GatewaySettings) -> None:
     """Serve until SIGINT or SIGTERM; requests that are running then are answered first.
 
     Raises ServerError where the port, the servers or the files cannot be used, ConfigError where
@@ -229,7 +229,7 @@ class DrainingServer(uvicorn.Server):
     """Answers what is running before it ends; new requests are told to go elsewhere meanwhile."""
 
     def __init__(
-        self, config: uvicorn.Config, gateway: Gateway, drain_seconds: float, greeting: str
+        self, config: uvicorn.Config, gateway: GatewayHandlers, drain_seconds: float, greeting: str
     ) -> None:
         """greeting: what is printed when it answers"""
         super().__init__(config)

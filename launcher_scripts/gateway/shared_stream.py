@@ -68,7 +68,7 @@ class _RowBuffer:
         return RowDelta(self._number, ids, self._finished, count)
 
 
-class SharedStream:
+class SharedStreamReader:
     """Rows of one model of one server, whose tokens come in one stream.
 
     The stream is opened when a row is asked for, and serves those that follow. It is read in every

@@ -42,17 +42,17 @@ from launcher_scripts.gateway.api_errors import (
 )
 from launcher_scripts.gateway.backend import (
     SLEEP_SECONDS,
-    AddedLoRA,
     Increment,
     RowRequest,
     RowWeights,
+    ServedLoRA,
     TokenLogProb,
 )
 from launcher_scripts.gateway.shared_stream import (
     FAILURES,
     OUTPUTS,
     NoStream,
-    SharedStream,
+    SharedStreamReader,
     StreamLost,
 )
 
@@ -108,9 +108,9 @@ class TritonBackend:
         caching = parameter(config, "enable_prefix_caching")
         self.shares_prefixes = (caching or "0").strip() == "1"
         self._counts_cached = self.shares_prefixes and NUM_CACHED_TOKENS.name in outputs
-        self._shared = SharedStream(server, self._name, lambda: self._tensors(_OPENING))
+        self._shared = SharedStreamReader(server, self._name, lambda: self._tensors(_OPENING))
         self._running = 0  # rows
-        self._loras: dict[AddedLoRA, int] = {}  # their numbers at this server
+        self._loras: dict[ServedLoRA, int] = {}  # their numbers at this server
         self._loading = asyncio.Lock()
         self.digests: Mapping[str, Any] | None = None
         self.sleeping = False
@@ -208,7 +208,7 @@ class TritonBackend:
         self.sleeping = bool(reply.get("sleeping", self.sleeping))
         return reply
 
-    async def _lora_number(self, lora: AddedLoRA) -> int:
+    async def _lora_number(self, lora: ServedLoRA) -> int:
         """Return the server's number of an adapter. One that has started again gets it again."""
         async with self._loading:
             if lora not in self._loras:

@@ -23,7 +23,7 @@ Body = TypeVar("Body", bound=StrictBody)
 Keys = tuple[str | int, ...]  # from the body to a value in it
 
 
-def parse_json(body: bytes) -> dict[str, Any]:
+def parse_body(body: bytes) -> dict[str, Any]:
     """Return the JSON object of a body. Raises ApiError."""
     try:
         values = pydantic_core.from_json(body, allow_inf_nan=False)
@@ -36,7 +36,7 @@ def parse_json(body: bytes) -> dict[str, Any]:
 
 def parsed(kinds: Sequence[type[Body]], body: bytes, warnings: list[str]) -> Body:
     """Return a body as one of `kinds`: of two, the second one is for messages. Raises ApiError."""
-    values = parse_json(body)
+    values = parse_body(body)
     return validated(kinds[-1 if values.get("messages") is not None else 0], values, warnings)
 
 

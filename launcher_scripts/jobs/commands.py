@@ -25,7 +25,7 @@ from launcher_scripts.common.http_client import query
 from launcher_scripts.common.processes import remove_leftovers
 from launcher_scripts.common.rendering import align
 from launcher_scripts.config.security import read_keys
-from launcher_scripts.jobs.folders import Job, NoSuchJob, choose_jobs, read_jobs
+from launcher_scripts.jobs.folders import JobEntry, NoSuchJob, choose_jobs, read_jobs
 from launcher_scripts.jobs.status import (
     FAILED,
     NOBODY_KNOWS,
@@ -90,7 +90,7 @@ def cells(status: Status, columns: Sequence[str]) -> list[str]:
     return [texts[column] for column in columns]
 
 
-def plain(statuses: Sequence[Status], columns: Sequence[str]) -> str:
+def plain_table(statuses: Sequence[Status], columns: Sequence[str]) -> str:
     """Columns of equal width, for pipes: one job per line, `-` for nothing."""
     rows = [list(columns), *([text or "-" for text in cells(s, columns)] for s in statuses)]
     return align(rows, left=True)
@@ -137,7 +137,7 @@ class Request:
     drain_timeout: float = 0.0
     ca: str | None = None
 
-    def chosen(self) -> list[Job]:
+    def chosen(self) -> list[JobEntry]:
         jobs = choose_jobs(self.results, self.jobs)
         selected = [job for job in jobs if self.stage in (None, job.record.stage)]
         if not selected:
@@ -152,7 +152,7 @@ def list_jobs(request: Request) -> int:
     """Every job and its state."""
     jobs, damaged = read_jobs(request.results)
     _complain(damaged)
-    show(look(jobs, query_servers=False), LIST_COLUMNS, request.as_json)
+    print_statuses(look(jobs, query_servers=False), LIST_COLUMNS, request.as_json)
     return 0
 
 
@@ -162,7 +162,7 @@ def status(request: Request) -> int:
     _complain(damaged)
     if request.every is not None:
         return _watch(request, request.every)
-    show(statuses, STATUS_COLUMNS, request.as_json)
+    print_statuses(statuses, STATUS_COLUMNS, request.as_json)
     if not statuses:
         below = "" if request.results is None else f" below {request.results}"
         print(f"note: no job{below} runs or waits", file=sys.stderr)
@@ -200,7 +200,7 @@ def wait(request: Request) -> int:
             print(f"error: {_described(failed[0])}\n{tail(failed[0].job)}", file=sys.stderr)
             return failed[0].state.exit_code or 1
         if all(_is_running(s, request.ready) for s in statuses):
-            show(statuses, STATUS_COLUMNS, request.as_json)
+            print_statuses(statuses, STATUS_COLUMNS, request.as_json)
             return 0
         if time.monotonic() > deadline:
             waiting = next(s for s in statuses if not _is_running(s, request.ready))
@@ -402,7 +402,7 @@ COMMANDS: dict[str, Callable[[Request], int]] = {
 }
 
 
-def show(statuses: Sequence[Status], columns: Sequence[str], as_json: bool) -> None:
+def print_statuses(statuses: Sequence[Status], columns: Sequence[str], as_json: bool) -> None:
     """Print a table, for people or for programs."""
     if as_json:
         print(json.dumps([item.to_json() for item in statuses], indent=2))
@@ -411,7 +411,7 @@ def show(statuses: Sequence[Status], columns: Sequence[str], as_json: bool) -> N
 
         Console().print(coloured(statuses, columns))
     else:
-        print(plain(statuses, columns))
+        print(plain_table(statuses, columns))
 
 
 def worst(statuses: Sequence[Status]) -> int:
@@ -438,7 +438,7 @@ def _watch(request: Request, every: float) -> int:
     """The table again and again until Ctrl-C, in place where there is a terminal."""
     if not sys.stdout.isatty():
         while True:
-            show(_requested(request)[0], STATUS_COLUMNS, request.as_json)
+            print_statuses(_requested(request)[0], STATUS_COLUMNS, request.as_json)
             sys.stdout.flush()
             time.sleep(every)
     from rich.live import Live
@@ -456,7 +456,7 @@ def _end(request: Request, end_job: Callable[[Any], Callable[..., None]]) -> int
             end_job(item.job.cluster)(item.job.folder, item.job.record, item.job_id)
     remove_leftovers()
     statuses = look(jobs, query_servers=False)
-    show(statuses, LIST_COLUMNS, request.as_json)
+    print_statuses(statuses, LIST_COLUMNS, request.as_json)
     return 0 if all(item.state.finished for item in statuses) else 1
 
 

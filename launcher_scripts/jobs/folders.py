@@ -46,7 +46,7 @@ def _find_id(folder: Path, record: JobRecord) -> str:
 
 
 @dataclass(frozen=True)
-class Job:
+class JobEntry:
     """A job folder and its record. ids: those of the job's replicas that are meant."""
 
     folder: Path
@@ -54,7 +54,7 @@ class Job:
     ids: tuple[str, ...]
 
     @classmethod
-    def read(cls, folder: Path) -> Job:
+    def read(cls, folder: Path) -> JobEntry:
         record = JobRecord.read(folder)
         if not record.job_id:
             record = record.with_id(_find_id(folder, record))
@@ -76,7 +76,7 @@ class Job:
         return self.folder.name
 
 
-def find_jobs(results: Path | None) -> list[Job]:
+def find_jobs(results: Path | None) -> list[JobEntry]:
     """Every job below `results`, oldest first, without those whose records cannot be read.
 
     results: None: the default folders, and the user's index
@@ -106,13 +106,13 @@ def _job_folders(results: Path | None) -> set[Path]:
     return {path.parent for pattern in _PATTERNS for path in results.resolve().glob(pattern)}
 
 
-def read_jobs(results: Path | None) -> tuple[list[Job], list[str]]:
+def read_jobs(results: Path | None) -> tuple[list[JobEntry], list[str]]:
     """The jobs of find_jobs, and what is wrong with the records that it leaves out."""
-    jobs: list[Job] = []
+    jobs: list[JobEntry] = []
     damaged: list[str] = []
     for folder in _job_folders(results):
         try:
-            jobs.append(Job.read(folder))
+            jobs.append(JobEntry.read(folder))
         except NeverSubmitted:
             continue
         except LauncherError as error:
@@ -121,7 +121,7 @@ def read_jobs(results: Path | None) -> tuple[list[Job], list[str]]:
     return jobs, sorted(damaged)
 
 
-def choose_jobs(results: Path | None, names: Iterable[str]) -> list[Job]:
+def choose_jobs(results: Path | None, names: Iterable[str]) -> list[JobEntry]:
     """The jobs that `names` name: a job folder or one that holds its runs, an id, one replica's id,
     a name (its latest run), name/run, or a model (the latest job of each stage). Raises NoSuchJob.
 
@@ -129,11 +129,11 @@ def choose_jobs(results: Path | None, names: Iterable[str]) -> list[Job]:
     """
     positions = [results] if results is not None else [*default_folders(), None]
     jobs_of = functools.cache(find_jobs)
-    selected: list[Job] = []
+    selected: list[JobEntry] = []
     for name in names:
         path = Path(name).resolve()
         if (path / RECORD).exists():
-            selected.append(Job.read(path))
+            selected.append(JobEntry.read(path))
             continue
         named = (_named(jobs_of(index), name, path) for index in positions)
         jobs = next(filter(None, named), [])
@@ -143,7 +143,7 @@ def choose_jobs(results: Path | None, names: Iterable[str]) -> list[Job]:
     return list(dict.fromkeys(selected))
 
 
-def _named(supported: list[Job], name: str, path: Path) -> list[Job]:
+def _named(supported: list[JobEntry], name: str, path: Path) -> list[JobEntry]:
     below = [job for job in supported if path in job.folder.parents] or _below(path)
     return (
         below[-1:]
@@ -153,31 +153,31 @@ def _named(supported: list[Job], name: str, path: Path) -> list[Job]:
     )
 
 
-def _below(path: Path) -> list[Job]:
+def _below(path: Path) -> list[JobEntry]:
     """The latest job below a folder."""
     return find_jobs(path)[-1:] if path.is_dir() else []
 
 
-def _by_id(jobs: list[Job], name: str) -> list[Job]:
+def _by_id(jobs: list[JobEntry], name: str) -> list[JobEntry]:
     exact = [job for job in jobs if job.record.job_id == name]
-    one = [Job(job.folder, job.record, (name,)) for job in jobs if name in job.ids]
+    one = [JobEntry(job.folder, job.record, (name,)) for job in jobs if name in job.ids]
     return exact or one
 
 
-def _by_name(jobs: list[Job], name: str) -> list[Job]:
+def _by_name(jobs: list[JobEntry], name: str) -> list[JobEntry]:
     """The latest run of that name, or the run that is named."""
     latest = [job for job in jobs if job.name == name]
     exact = [job for job in jobs if f"{job.name}/{job.run}" == name]
     return latest[-1:] or exact[-1:]
 
 
-def _by_model(jobs: list[Job], model: str) -> list[Job]:
+def _by_model(jobs: list[JobEntry], model: str) -> list[JobEntry]:
     """The latest job of each stage of a model, oldest first."""
     latest = {job.name: job for job in jobs if job.name == f"{job.record.stage}_{model}"}
     return [job for job in jobs if job in latest.values()]
 
 
-def _unknown(name: str, jobs: list[Job], results: Path | None) -> str:
+def _unknown(name: str, jobs: list[JobEntry], results: Path | None) -> str:
     names = dict.fromkeys(job.name for job in reversed(jobs))
     return problem(
         "no such job" if results is None else f"no such job below {results}",

@@ -35,7 +35,7 @@ from launcher_scripts.common.exit_codes import VERDICT_FILE
 from launcher_scripts.common.http_client import query
 from launcher_scripts.config.security import read_keys
 from launcher_scripts.contract import metric_names as names
-from launcher_scripts.jobs.folders import Job
+from launcher_scripts.jobs.folders import JobEntry
 
 _SECONDS = 2.0
 _NO_HEADERS: Mapping[str, str] = MappingProxyType({})
@@ -47,7 +47,7 @@ GPU_USE, GPU_USED, GPU_TOTAL = (
 
 
 @dataclass(frozen=True)
-class Load:
+class ServerLoad:
     """Load of a server; None for missing values.
 
     gpu_use:  mean share of the GPUs' time, 0 to 1
@@ -93,29 +93,31 @@ def is_ready(ready: Mapping[str, Any]) -> bool | None:
     return None if address is None else _answer(address, "/ready") is not None
 
 
-def load_of(ready: Mapping[str, Any]) -> Load:
+def load_of(ready: Mapping[str, Any]) -> ServerLoad:
     """The load of the server of a ready file.
 
     A closed server is asked through its gateway, with the first of its keys, where they may be
     read.
     """
     if "metrics" in ready:
-        return load(str(ready["metrics"]))
+        return query_load(str(ready["metrics"]))
     address = _gateway(ready)
     if address is None or "api_keys" not in ready:
-        return Load()
+        return ServerLoad()
     try:
         keys = read_keys(Path(str(ready["api_keys"])), "deploy.gateway.api_keys")
     except (OSError, ServerError):  # another user's
-        return Load()
+        return ServerLoad()
     headers = {"Authorization": f"Bearer {next(iter(keys.values()))}"}
-    return load(address, "/servers/metrics", headers)
+    return query_load(address, "/servers/metrics", headers)
 
 
-def load(address: str, path: str = "/metrics", headers: Mapping[str, str] = _NO_HEADERS) -> Load:
+def query_load(
+    address: str, path: str = "/metrics", headers: Mapping[str, str] = _NO_HEADERS
+) -> ServerLoad:
     """The load of the server whose metrics are at host:port."""
     text = _answer(address, path, headers)
-    return Load() if text is None else parse_load(text)
+    return ServerLoad() if text is None else parse_load(text)
 
 
 def _gateway(ready: Mapping[str, Any]) -> str | None:
@@ -126,20 +128,20 @@ def _gateway(ready: Mapping[str, Any]) -> str | None:
     return address.partition("/")[0]
 
 
-def parse_load(text: str) -> Load:
+def parse_load(text: str) -> ServerLoad:
     """The load in Prometheus' text format; samples of several GPUs and models are combined."""
     samples = names.parse_values(text)
 
     def total(name: str) -> float | None:
         return sum(samples[name]) if name in samples else None
 
-    def count(metric: names.Metric) -> int | None:
+    def count(metric: names.MetricSpec) -> int | None:
         value = total(metric.name)
         return None if value is None else int(value)
 
     use, tokens = samples.get(GPU_USE), total(names.CACHE_TOKENS.name)
     used_tokens = total(names.CACHE_USED.name)
-    return Load(
+    return ServerLoad(
         gpu_use=sum(use) / len(use) if use else None,
         gpu_used=total(GPU_USED),
         gpu_total=total(GPU_TOTAL),
@@ -211,12 +213,12 @@ class Status:
     badge: what an evaluation decided; None: nothing
     """
 
-    job: Job
+    job: JobEntry
     job_id: str
     state: JobState
     ready: dict[str, Any] | None = None
     answers: bool | None = None
-    load: Load = field(default_factory=Load)
+    load: ServerLoad = field(default_factory=ServerLoad)
     badge: Badge | None = None
 
     @property
@@ -295,14 +297,14 @@ class Status:
         }
 
 
-def statuses(jobs: Iterable[Job], *, query_servers: bool = True) -> list[Status]:
+def statuses(jobs: Iterable[JobEntry], *, query_servers: bool = True) -> list[Status]:
     """The status of every job and replica, in order; they are asked at the same time."""
     pairs = [(job, job_id) for job in jobs for job_id in job.ids]
     with ThreadPoolExecutor(max_workers=8) as pool:
         return list(pool.map(lambda pair: _status(*pair, query_servers=query_servers), pairs))
 
 
-def job_state(job: Job, job_id: str) -> JobState:
+def read_job_state(job: JobEntry, job_id: str) -> JobState:
     """The state of a job or replica; its end is remembered in the job folder."""
     try:
         state = read_end(job.folder, job_id)
@@ -318,17 +320,17 @@ def job_state(job: Job, job_id: str) -> JobState:
     return state
 
 
-def _status(job: Job, job_id: str, *, query_servers: bool) -> Status:
-    state = job_state(job, job_id)
+def _status(job: JobEntry, job_id: str, *, query_servers: bool) -> Status:
+    state = read_job_state(job, job_id)
     ready = _ready(job, job_id) if state.running else None
     if ready is None or not query_servers:
         return Status(job, job_id, state, ready, badge=badge(job.folder, job.record))
     answers = is_ready(ready)
-    busy = load_of(ready) if answers else Load()
+    busy = load_of(ready) if answers else ServerLoad()
     return Status(job, job_id, state, ready, answers, busy)
 
 
-def _ready(job: Job, job_id: str) -> dict[str, Any] | None:
+def _ready(job: JobEntry, job_id: str) -> dict[str, Any] | None:
     """The ready file of this run of the server, and of no other."""
     if job.record.ready_file is None:
         return None
@@ -351,7 +353,7 @@ _REASON = re.compile(
 )
 
 
-def log_files(job: Job) -> list[Path]:
+def log_files(job: JobEntry) -> list[Path]:
     """The logs of a job's replicas, and of a server beside its client, as far as they are there."""
     paths = []
     for job_id in job.ids:
@@ -360,7 +362,7 @@ def log_files(job: Job) -> list[Path]:
     return [path for path in paths if path.exists()]
 
 
-def print_logs(jobs: Sequence[Job], lines: int | None) -> dict[Path, int]:
+def print_logs(jobs: Sequence[JobEntry], lines: int | None) -> dict[Path, int]:
     """Print every log, or its last lines; returns how much of each has been read."""
     paths = [path for job in jobs for path in log_files(job)]
     read = {}
@@ -380,7 +382,7 @@ def print_logs(jobs: Sequence[Job], lines: int | None) -> dict[Path, int]:
 
 
 def follow_logs(
-    jobs: Sequence[Job], choose: Callable[[], Sequence[Job]], read: dict[Path, int]
+    jobs: Sequence[JobEntry], choose: Callable[[], Sequence[JobEntry]], read: dict[Path, int]
 ) -> None:
     """Print what the logs gain until every job has ended.
 
@@ -404,14 +406,18 @@ def follow_logs(
             return
         if time.monotonic() - looked > _STATE_SECONDS:
             looked = time.monotonic()
-            finished = all(job_state(job, job_id).finished for job in jobs for job_id in job.ids)
+            finished = all(
+                read_job_state(job, job_id).finished for job in jobs for job_id in job.ids
+            )
         if not finished:
             time.sleep(_POLL_SECONDS)
         elif later := _later_jobs(jobs, choose):
             jobs, finished = [*jobs, *later], False
 
 
-def _later_jobs(jobs: Sequence[Job], choose: Callable[[], Sequence[Job]]) -> list[Job]:
+def _later_jobs(
+    jobs: Sequence[JobEntry], choose: Callable[[], Sequence[JobEntry]]
+) -> list[JobEntry]:
     """The jobs of further stages. On one machine each is submitted when the one before has ended,
     which takes the launcher a moment.
     """
@@ -420,7 +426,7 @@ def _later_jobs(jobs: Sequence[Job], choose: Callable[[], Sequence[Job]]) -> lis
     return [job for job in choose() if job.record.stage not in stages]
 
 
-def tail(job: Job, lines: int = 20) -> str:
+def tail(job: JobEntry, lines: int = 20) -> str:
     """The end of a job's logs, for an error; what says why comes first where other lines follow."""
     parts = []
     for path in log_files(job):

@@ -71,7 +71,7 @@ def check_repository(repository: str) -> None:
 
 
 @dataclass(frozen=True)
-class ServedModel:
+class RepositoryModel:
     """A model of the repository that our backend serves. checkpoint_dir holds its shards.
 
     model_type: as config.pbtxt says it, a row of CONTRACTS
@@ -85,7 +85,7 @@ class ServedModel:
     decoupled: bool
 
 
-def served_models(repository: Path) -> list[ServedModel]:
+def served_models(repository: Path) -> list[RepositoryModel]:
     """The models of a repository whose config.pbtxt names the fastertransformer backend.
 
     Raises CheckpointError when a configuration lacks the sizes, ConfigError where it asks for a
@@ -142,7 +142,7 @@ def serving_options(config: Path) -> dict[str, Any]:
     return values
 
 
-def _served_model(config: Path, text: str) -> ServedModel:
+def _served_model(config: Path, text: str) -> RepositoryModel:
     parameters = config_parameters(text)
     sizes = [
         parameters.get(f"{kind}_para_size", default).strip()
@@ -168,7 +168,7 @@ def _served_model(config: Path, text: str) -> ServedModel:
     )
     model_type = parameters.get("model_type", "GPT")
     name = config.parent.name
-    return ServedModel(name, model_type, parallelism, folder, says_decoupled(text))
+    return RepositoryModel(name, model_type, parallelism, folder, says_decoupled(text))
 
 
 def checkpoint_folder(

@@ -72,7 +72,7 @@ def ports_in_use(hosts: Mapping[str, str], ports: Mapping[str, int]) -> dict[str
     return used
 
 
-def family_of(host: str) -> socket.AddressFamily:
+def address_family(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
@@ -97,7 +97,7 @@ def _probe(host: str, port: int) -> None:
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    holder = socket.socket(family_of(host), socket.SOCK_STREAM)
+    holder = socket.socket(address_family(host), socket.SOCK_STREAM)
     try:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind((host, port))
@@ -184,7 +184,7 @@ def _way_out() -> list[str]:
 
 def _can_listen(address: str) -> bool:
     try:
-        with socket.create_server((address, 0), family=family_of(address)):
+        with socket.create_server((address, 0), family=address_family(address)):
             return True
     except OSError:
         return False

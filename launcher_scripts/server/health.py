@@ -247,13 +247,13 @@ def check_closed(pids: Iterable[int], model: str, gateway_port: int | None = Non
     """
     problems = Problems("the ports of the server, which has API keys")
     for host, port in sorted(set(listening(pids))):
-        for method, path, reply in answers(host, port, model):
+        for method, path, reply in open_answers(host, port, model):
             if port != gateway_port or path not in OPEN_PATHS:
                 problems.add(f"{host}:{port} answers {method} {path} without a key", got=reply)
     problems.raise_if_any(ServerError)
 
 
-def answers(host: str, port: int, model: str) -> Iterator[tuple[str, str, str]]:
+def open_answers(host: str, port: int, model: str) -> Iterator[tuple[str, str, str]]:
     """(method, path, answer) of everything at a port that answers without a key or certificate."""
     for tls in (False, True):
         for method, template in PATHS:

@@ -95,7 +95,7 @@ _SUSPENDED_SECONDS = 2.0  # that a process may be stopped for, by a debugger or 
 _FAILED_SECONDS = 5.0
 
 
-def serve(settings: DeploySettings, node_rank: NodeRank = SINGLE_NODE) -> None:
+def serve_repository(settings: DeploySettings, node_rank: NodeRank = SINGLE_NODE) -> None:
     """Serve until SIGINT, SIGTERM or SIGHUP, or until settings.idle_timeout without requests.
 
     A server that was ready is started again settings.restarts times, and one that lost a worker
@@ -177,7 +177,7 @@ class _Run:
             gateway = _gateway(settings, ports, Path(folder))
             timeout = settings.stop_timeout + _UNLOAD_SECONDS
             try:
-                service = Service(
+                service = RunningService(
                     settings, process, ports, stop, protection, self._ready_files, gateway
                 )
                 if service.wait_until_ready(self._stop_early):
@@ -208,7 +208,7 @@ class _Run:
                 process.stop(max(_UNLOAD_SECONDS, end - time.monotonic()))
 
 
-class Service:
+class RunningService:
     """A started server on its way to ready, and then watched."""
 
     def __init__(

@@ -20,7 +20,7 @@ from launcher_scripts.common.exit_codes import ERROR
 with installed_packages("evaluation"):
     from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
     from launcher_scripts.checkpoint.fastertransformer.manifest import source_digest
-    from launcher_scripts.checkpoint.signature import FILE_NAME, verify_signature
+    from launcher_scripts.checkpoint.verification import FILE_NAME, verify_signature
     from launcher_scripts.common.files import MANIFEST, file_digest
     from launcher_scripts.config.security import TrustedSigner
     from launcher_scripts.evaluation.report import tokenizer_digests

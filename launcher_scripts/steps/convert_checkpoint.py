@@ -21,7 +21,7 @@ if __name__ == "__main__":
 
 from launcher_scripts.checkpoint.export import export
 from launcher_scripts.checkpoint.huggingface.export import export_huggingface
-from launcher_scripts.checkpoint.signature import sign_repository
+from launcher_scripts.checkpoint.verification import sign_repository
 from launcher_scripts.config.options import Option
 from launcher_scripts.config.settings import ExportSettings, ServingOptions
 from launcher_scripts.steps.command import FlagTable, Values, resumed, run_step
@@ -68,10 +68,10 @@ def convert(settings: ExportSettings) -> None:
 
 def _compare(folder: Path, settings: ExportSettings) -> Mapping[str, Any]:
     """See twin.compare, whose imports take a quarter of the start of an export."""
-    from launcher_scripts.steps.twin import compare, compare_transformers
+    from launcher_scripts.steps.twin import compare_shards, compare_transformers
 
     is_huggingface = settings.format == "huggingface"
-    return (compare_transformers if is_huggingface else compare)(folder, settings)
+    return (compare_transformers if is_huggingface else compare_shards)(folder, settings)
 
 
 if __name__ == "__main__":

@@ -113,7 +113,7 @@ def _to_mlflow(results: Results) -> str:
     if "MLFLOW_EXPERIMENT_NAME" not in os.environ:
         mlflow.set_experiment(results.model)
     with mlflow.start_run(run_name=folder.name) as run:
-        mlflow.log_params(dict(parameters(report)))
+        mlflow.log_params(dict(tracked_parameters(report)))
         for name, value, step in figures(report):
             mlflow.log_metric(name, value, step=step)
         if "verdict" in report:
@@ -141,7 +141,7 @@ def _to_wandb(results: Results) -> str:
         project=project,
         name=folder.name,
         dir=str(folder),
-        config=dict(parameters(report)),
+        config=dict(tracked_parameters(report)),
         mode=mode,
     ) as run:
         for step, values in sorted(steps.items()):
@@ -169,7 +169,7 @@ def sections(report: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]
             yield name, section
 
 
-def parameters(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def tracked_parameters(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """The settings of every section as texts."""
     yield "model", str(report["model"])
     for section, content in sections(report):

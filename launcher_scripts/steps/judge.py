@@ -12,7 +12,7 @@ if __name__ == "__main__":
     check_packages("judge")
 
 from launcher_scripts.common.errors import ConfigError, problem
-from launcher_scripts.config.policy import opened
+from launcher_scripts.config.policy import open_policy
 from launcher_scripts.config.settings import EvaluateSettings
 from launcher_scripts.evaluation import gate
 from launcher_scripts.evaluation.gate import promote
@@ -21,16 +21,16 @@ from launcher_scripts.steps.evaluation_step import run_evaluation
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return run_evaluation("judge", "Judge an evaluation by its policy.", judge, argv)
+    return run_evaluation("judge", "Judge an evaluation by its policy.", judge_report, argv)
 
 
-def judge(settings: EvaluateSettings) -> int:
+def judge_report(settings: EvaluateSettings) -> int:
     """0: GO, 1: NO-GO, 2: INCONCLUSIVE; printed, in verdict.json and in the report.
 
     After GO a server that was held back publishes its address.
     """
     report = Report(Path(settings.results_dir), settings.model_name)
-    policy = opened(settings.policy)
+    policy = open_policy(settings.policy)
     if policy is None:
         raise ConfigError(problem("no policy to judge by", change="evaluate.policy"))
     verdict = gate.judge(report.content, policy, report.results_dir)

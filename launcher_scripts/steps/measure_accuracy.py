@@ -27,7 +27,7 @@ from launcher_scripts.evaluation.report import (
     reference_set_up,
     set_up,
 )
-from launcher_scripts.evaluation.served.client import connect
+from launcher_scripts.evaluation.served.client import open_client
 from launcher_scripts.evaluation.tables import task_table
 from launcher_scripts.evaluation.tasks import COMPARING, TASKS
 from launcher_scripts.evaluation.tasks.prompts import read_tokenizer
@@ -37,10 +37,10 @@ from launcher_scripts.steps.evaluation_step import run_evaluation
 
 def main(argv: Sequence[str] | None = None) -> int:
     description = "Measure what a served model knows."
-    return run_evaluation("measure_accuracy", description, measure, argv)
+    return run_evaluation("measure_accuracy", description, measure_accuracy, argv)
 
 
-def measure(settings: EvaluateSettings) -> None:
+def measure_accuracy(settings: EvaluateSettings) -> None:
     """Every task of the settings, one after the other; each is reported when it is done."""
     report = Report(Path(settings.results_dir), settings.model_name)
     if not settings.tasks:
@@ -49,7 +49,7 @@ def measure(settings: EvaluateSettings) -> None:
         lookup(TASKS, task.name, "evaluate.tasks")
         check_packages(f"the task {task.name}", *TASK_PACKAGES.get(task.name, ()))
     tokenizer = read_tokenizer(Path(settings.tokenizer_dir))
-    client, ready = connect(settings)
+    client, ready = open_client(settings)
     tables = []
     with client:
         folder = Path(settings.tokenizer_dir)

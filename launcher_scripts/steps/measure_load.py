@@ -15,13 +15,13 @@ if __name__ == "__main__":
 
 from launcher_scripts.common.errors import ConfigError, ServerError, problem
 from launcher_scripts.config.options import paths_in
-from launcher_scripts.config.policy import opened
+from launcher_scripts.config.policy import open_policy
 from launcher_scripts.config.settings import EvaluateSettings
 from launcher_scripts.evaluation.journal import FOLDER, Journal
 from launcher_scripts.evaluation.load.figures import LoadRun, Saturation
 from launcher_scripts.evaluation.load.load_test import LoadTest
 from launcher_scripts.evaluation.report import Report, measured_on, set_up
-from launcher_scripts.evaluation.served.client import connect
+from launcher_scripts.evaluation.served.client import open_client
 from launcher_scripts.evaluation.tables import load_table
 from launcher_scripts.steps.evaluation_step import run_evaluation
 
@@ -31,10 +31,10 @@ _LIMITS = ("api_key_file", "find_saturation", "saturation_runs", "time_limit")
 
 def main(argv: Sequence[str] | None = None) -> int:
     description = "Measure what load a served model carries."
-    return run_evaluation("measure_load", description, measure, argv)
+    return run_evaluation("measure_load", description, measure_load, argv)
 
 
-def measure(settings: EvaluateSettings) -> None:
+def measure_load(settings: EvaluateSettings) -> None:
     """Every run of the settings; each is in the report when it ends.
 
     Raises ServerError when no run is valid, unless a policy judges them.
@@ -43,7 +43,7 @@ def measure(settings: EvaluateSettings) -> None:
     if load is None:
         raise ConfigError(problem("no load to measure", change="evaluate.load"))
     report = Report(Path(settings.results_dir), settings.model_name)
-    client, ready = connect(settings)
+    client, ready = open_client(settings)
     saturation: Saturation | None = None
     with client, ExitStack() as stack:
         files = [named.path for named in paths_in(load)]
@@ -74,7 +74,7 @@ def measure(settings: EvaluateSettings) -> None:
 
 def is_judged(settings: EvaluateSettings) -> bool:
     """Return whether the evaluation's policy has bounds on the load."""
-    policy = opened(settings.policy)
+    policy = open_policy(settings.policy)
     halves = () if policy is None else (policy, policy.if_measured)
     return any(bounds is not None and bounds.load is not None for bounds in halves)
 

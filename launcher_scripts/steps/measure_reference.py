@@ -34,7 +34,7 @@ from launcher_scripts.evaluation.report import (
 )
 from launcher_scripts.evaluation.tables import task_table
 from launcher_scripts.evaluation.tasks import TASKS
-from launcher_scripts.evaluation.tasks.megatron_models import NemoModel
+from launcher_scripts.evaluation.tasks.megatron_models import NemoReference
 from launcher_scripts.evaluation.tasks.prompts import read_tokenizer
 from launcher_scripts.evaluation.tasks.task import EvaluatedModel
 from launcher_scripts.steps.measure_accuracy import log_progress
@@ -48,18 +48,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         settings = read_settings(EvaluateSettings, args.settings)
-        measure(settings, args.checkpoint.absolute(), args.results_dir.absolute())
+        measure_reference(settings, args.checkpoint.absolute(), args.results_dir.absolute())
     except LauncherError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-def measure(settings: EvaluateSettings, checkpoint: Path, results_dir: Path) -> None:
+def measure_reference(settings: EvaluateSettings, checkpoint: Path, results_dir: Path) -> None:
     """Every task of the settings; each is reported when it is done."""
     report = Report(results_dir, settings.model_name)
     tokenizer = read_tokenizer(Path(settings.tokenizer_dir))
-    model = NemoModel(checkpoint)
+    model = NemoReference(checkpoint)
     rank = {"rank": 0, "device": model.device, "host": platform.node()}
     server = {settings.protocol: model.name, "versions": model.versions, "ranks": [rank]}
     requested = EvaluatedModel(model, tokenizer, Path(settings.tokenizer_dir))

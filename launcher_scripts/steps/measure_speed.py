@@ -18,7 +18,7 @@ from launcher_scripts.config.settings import EvaluateSettings
 from launcher_scripts.contract.contracts import CONTRACTS
 from launcher_scripts.evaluation.journal import FOLDER, Journal
 from launcher_scripts.evaluation.report import Report, measured_on, set_up
-from launcher_scripts.evaluation.served.client import connect
+from launcher_scripts.evaluation.served.client import open_client
 from launcher_scripts.evaluation.speed import SpeedRow, check_batch_sizes, sweep
 from launcher_scripts.evaluation.tables import speed_table
 from launcher_scripts.evaluation.tasks.prompts import read_vocab_size
@@ -27,17 +27,17 @@ from launcher_scripts.steps.evaluation_step import run_evaluation
 
 def main(argv: Sequence[str] | None = None) -> int:
     description = "Measure how fast a served model is."
-    return run_evaluation("measure_speed", description, measure, argv)
+    return run_evaluation("measure_speed", description, measure_speed, argv)
 
 
-def measure(settings: EvaluateSettings) -> None:
+def measure_speed(settings: EvaluateSettings) -> None:
     """The whole sweep of the settings; reported when all of it is measured."""
     report = Report(Path(settings.results_dir), settings.model_name)
     benchmark = settings.benchmark
     if benchmark is None:
         raise ConfigError(problem("no speed to measure", change="evaluate.benchmark"))
     vocab_size = read_vocab_size(Path(settings.tokenizer_dir))
-    client, ready = connect(settings)
+    client, ready = open_client(settings)
     with client:
         check_batch_sizes(benchmark, client.max_batch_size())
         seeds = {"prompts": "[batch size, input tokens, output tokens] of each row"}

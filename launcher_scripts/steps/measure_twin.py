@@ -20,8 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
-from launcher_scripts.checkpoint.signature import sign_repository
-from launcher_scripts.checkpoint.verification import weight_bytes
+from launcher_scripts.checkpoint.verification import sign_repository, weight_bytes
 from launcher_scripts.common.errors import ConfigError, lookup, problem
 from launcher_scripts.common.tokenizer import TokenizerError, load_tokenizer
 from launcher_scripts.config.evaluation import ReferenceSettings
@@ -29,11 +28,16 @@ from launcher_scripts.config.settings import EvaluateSettings
 from launcher_scripts.contract.contracts import CONTRACTS
 from launcher_scripts.evaluation.journal import FOLDER, Journal
 from launcher_scripts.evaluation.report import Report, files_of, measured_on, set_up
-from launcher_scripts.evaluation.served.client import Client, connect
+from launcher_scripts.evaluation.served.client import Client, open_client
 from launcher_scripts.evaluation.tables import reference_table
 from launcher_scripts.evaluation.tasks.task import Reference
 from launcher_scripts.evaluation.tasks.transformers_model import TransformersModel
-from launcher_scripts.evaluation.twin.certificate import SIGNED_KEY, certificate, lines, write
+from launcher_scripts.evaluation.twin.certificate import (
+    SIGNED_KEY,
+    certificate,
+    lines,
+    write_certificate,
+)
 from launcher_scripts.evaluation.twin.diagnosis import Inspection, Rotary, TextSide
 from launcher_scripts.evaluation.twin.measurement import (
     DATA_FILE,
@@ -61,10 +65,10 @@ _LOCATIONS = ("checkpoint", "data_file", "batch_size", "margin", "alpha", "layer
 
 def main(argv: Sequence[str] | None = None) -> int:
     description = "Compare a served model with its original."
-    return run_evaluation("measure_twin", description, measure, argv)
+    return run_evaluation("measure_twin", description, measure_twin, argv)
 
 
-def measure(settings: EvaluateSettings) -> None:
+def measure_twin(settings: EvaluateSettings) -> None:
     """The twin of the settings; reported when all texts are compared."""
     block = settings.twin
     if block is None:
@@ -74,7 +78,7 @@ def measure(settings: EvaluateSettings) -> None:
     folder = Path(settings.tokenizer_dir)
     served = served_checkpoint(folder)
     original = OpenedSource.of(block, served)
-    client, ready = connect(settings)
+    client, ready = open_client(settings)
     with client, ExitStack() as stack:
         data = [block.data_file or str(DATA_FILE)]
         environment = measured_on(settings, ready, data=data, parameters=client.parameters)
@@ -103,7 +107,7 @@ def measure(settings: EvaluateSettings) -> None:
         result = compare_models(block, comparison, texts, str(original.path), log_progress("twin"))
     report.add_twin(block, result, journal.measured_on)
     content = certificate(settings.model_name, report.content["twin"])
-    issued = write(report.results_dir, content)
+    issued = write_certificate(report.results_dir, content)
     if block.sign is not None:
         sign_repository(issued, block.sign, SIGNED_KEY)
     print("\n".join(["", *lines(content), f"certificate: {issued}", ""]))

@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ready = results_dir / "deploy" / READY
         ready.unlink(missing_ok=True)
         chat = QuickstartChat(ready)
-        code = run(command(checkpoint, results_dir), chat.ask_once)
+        code = run_deployment(main_command(checkpoint, results_dir), chat.ask_once)
         return chat.report(code)
     except LauncherError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -105,7 +105,7 @@ def write_nemo_file(source: Path, path: Path) -> Path:
     return path
 
 
-def command(checkpoint: Path, results_dir: Path) -> list[str]:
+def main_command(checkpoint: Path, results_dir: Path) -> list[str]:
     """The launcher's command line for the whole way."""
     return [
         sys.executable,
@@ -184,7 +184,7 @@ def device() -> str:
     return "auto" if len(visible_gpus()) >= 2 else "cpu"
 
 
-def run(argv: list[str], meanwhile: Callable[[], None] = lambda: None) -> int:
+def run_deployment(argv: list[str], meanwhile: Callable[[], None] = lambda: None) -> int:
     """Run the launcher to its end; SIGTERM is handed on, Ctrl-C reaches it by itself.
 
     meanwhile: called again and again until the launcher ends

@@ -36,7 +36,7 @@ from launcher_scripts.config.evaluation import ReferenceSettings
 from launcher_scripts.config.export import TokenizerSettings
 from launcher_scripts.config.settings import ExportSettings
 from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
-from launcher_scripts.evaluation.tasks.megatron_models import CoreModel, NemoModel
+from launcher_scripts.evaluation.tasks.megatron_models import CoreModel, NemoReference
 from launcher_scripts.evaluation.tasks.task import HiddenStates, NoReferenceError, Reference
 from launcher_scripts.evaluation.tasks.transformers_model import TransformersModel, TransformersText
 from launcher_scripts.evaluation.twin.diagnosis import AlteredFile, Render, TextSide
@@ -144,7 +144,7 @@ class ReferenceRunner:
 RUNNERS = {
     "transformers": ReferenceRunner("huggingface", ("torch", "transformers"), TransformersModel),
     "core": ReferenceRunner("megatron_core", ("torch", "megatron"), _core_model),
-    "nemo": ReferenceRunner("nemo", ("torch", "nemo"), NemoModel, rounds=False),
+    "nemo": ReferenceRunner("nemo", ("torch", "nemo"), NemoReference, rounds=False),
 }
 
 
@@ -153,7 +153,7 @@ def runner_of(source: str | None) -> str | None:
     return next((name for name, runner in RUNNERS.items() if runner.source == source), None)
 
 
-def missing_packages(runner: str) -> list[str]:
+def missing_runner_packages(runner: str) -> list[str]:
     """Return the packages that this Python lacks."""
     return [name for name in RUNNERS[runner].packages if find_spec(name) is None]
 
@@ -386,12 +386,12 @@ class OpenedSource:
         """
         maker = runner_of(self.format)
         if requested == "auto":
-            return ENGINE if maker is None or missing_packages(maker) else maker
+            return ENGINE if maker is None or missing_runner_packages(maker) else maker
         if requested not in (ENGINE, maker):
             choices = ["auto", ENGINE, *([maker] if maker else [])]
             message = f"{RUNNERS[requested].source} is what this runner reads, not {self.format}"
             raise ConfigError(problem(message, got=requested, choices=choices, change=RUNNER_KEY))
-        if requested != ENGINE and (missing := missing_packages(requested)):
+        if requested != ENGINE and (missing := missing_runner_packages(requested)):
             message = f"this Python has no {' and '.join(missing)}"
             raise ConfigError(problem(message, got=requested, choices=["auto"], change=RUNNER_KEY))
         return requested

@@ -19,7 +19,7 @@ if __name__ == "__main__":
 
 from launcher_scripts.common.command_line import CommandParser
 from launcher_scripts.common.errors import CheckpointError, LauncherError, problem
-from launcher_scripts.evaluation.tasks.megatron_models import NemoModel
+from launcher_scripts.evaluation.tasks.megatron_models import NemoReference
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,7 +44,7 @@ def resave(source: Path, target: Path) -> None:
         raise CheckpointError(problem(message, got=str(target)))
     partial = target.with_name(f"{target.stem}.partial.nemo")
     try:
-        NemoModel(source, any_class=True).save(partial)
+        NemoReference(source, any_class=True).save(partial)
         partial.replace(target)
     finally:
         partial.unlink(missing_ok=True)

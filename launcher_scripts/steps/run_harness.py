@@ -16,9 +16,9 @@ from launcher_scripts.common.errors import ConfigError, problem
 from launcher_scripts.common.files import value_digest
 from launcher_scripts.config.settings import EvaluateSettings
 from launcher_scripts.evaluation import journal
-from launcher_scripts.evaluation.harness import find_gateway, lm_eval_version, run
+from launcher_scripts.evaluation.harness import find_gateway, lm_eval_version, run_harness
 from launcher_scripts.evaluation.report import Report, measured_on, set_up
-from launcher_scripts.evaluation.served.client import connect
+from launcher_scripts.evaluation.served.client import open_client
 from launcher_scripts.evaluation.tables import harness_table
 from launcher_scripts.steps.evaluation_step import run_evaluation
 
@@ -26,22 +26,22 @@ FOLDER = "harness"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return run_evaluation("run_harness", "Run lm_eval on a served model.", measure, argv)
+    return run_evaluation("run_harness", "Run lm_eval on a served model.", measure_harness, argv)
 
 
-def measure(settings: EvaluateSettings) -> None:
+def measure_harness(settings: EvaluateSettings) -> None:
     """All tasks in one run of lm_eval; reported when it has ended."""
     harness = settings.harness
     if harness is None or not harness.tasks:
         raise ConfigError(problem("no task for lm_eval", change="evaluate.harness.tasks"))
     version = lm_eval_version(harness)
     report = Report(Path(settings.results_dir), settings.model_name)
-    client, ready = connect(settings)
+    client, ready = open_client(settings)
     with client:
         environment = measured_on(settings, ready, parameters=client.parameters)
     gateway = find_gateway(settings, harness, ready)
     answers = _answers(settings, set_up(environment, lm_eval=version))
-    result = run(harness, version, gateway, report.results_dir / FOLDER, answers)
+    result = run_harness(harness, version, gateway, report.results_dir / FOLDER, answers)
     report.add_harness(harness, result, environment)
     print("\n".join([harness_table(result), "", f"report: {report.html_file}"]))
 

@@ -17,14 +17,16 @@ if __name__ == "__main__":
 
 from launcher_scripts.common.processes import server_limits, set_limits
 from launcher_scripts.config.gateway import GatewaySettings
-from launcher_scripts.gateway.service import serve
+from launcher_scripts.gateway.service import serve_gateway_settings
 from launcher_scripts.steps.command import FlagTable, run_step
 
 FLAGS = FlagTable(GatewaySettings)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return run_step("Serve OpenAI's interface.", GatewaySettings, serve, argv, FLAGS)
+    return run_step(
+        "Serve OpenAI's interface.", GatewaySettings, serve_gateway_settings, argv, FLAGS
+    )
 
 
 if __name__ == "__main__":

@@ -31,14 +31,14 @@ if __name__ == "__main__":
     note_slow_checksums()
 
 from launcher_scripts.checkpoint.model_repository import check_text_models
-from launcher_scripts.checkpoint.signature import verify_signature
+from launcher_scripts.checkpoint.verification import verify_signature
 from launcher_scripts.common.command_line import CommandParser
 from launcher_scripts.common.hosts import find_node_rank, unbind_from_core
 from launcher_scripts.common.overlay import CLOSED_PACKAGES
 from launcher_scripts.common.processes import StopRequest
 from launcher_scripts.config.settings import DeploySettings
 from launcher_scripts.engine.ranks.rank_host import NodeHost
-from launcher_scripts.server.service import rendezvous_folder, serve
+from launcher_scripts.server.service import rendezvous_folder, serve_repository
 from launcher_scripts.steps.command import run_step
 
 # srun ends a step with its first failing task, and drops what that has only just said.
@@ -65,7 +65,7 @@ def start(settings: DeploySettings) -> None:
             verify_signature(Path(settings.model_repository), settings.verify_signature)
             print(f"the signature of {settings.model_repository} is valid", flush=True)
         check_text_models(settings.model_repository)
-        serve(settings, node_rank)
+        serve_repository(settings, node_rank)
         return
     stop = StopRequest()
     folder = rendezvous_folder(settings)

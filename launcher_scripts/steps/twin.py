@@ -32,7 +32,7 @@ from launcher_scripts.steps.references import (
     EngineModel,
     chat_render,
     free_memory,
-    missing_packages,
+    missing_runner_packages,
     opened_reference,
     prompt_ids,
     runner_of,
@@ -47,7 +47,7 @@ _READING = (
 )
 
 
-def compare(folder: Path, settings: ExportSettings) -> dict[str, Any]:
+def compare_shards(folder: Path, settings: ExportSettings) -> dict[str, Any]:
     """Compare the logits of an exported folder with those of its source; what the manifest says.
 
     That is `skipped` with the reason where there is no reference. The ids of texts are compared
@@ -73,7 +73,7 @@ def _compare_texts(checkpoint: FTCheckpoint, source: Any, settings: ExportSettin
     """
     runner = runner_of(source.get("format"))
     is_auto = settings.tokenizer.source == "auto"
-    if runner != "transformers" or not is_auto or missing_packages(runner):
+    if runner != "transformers" or not is_auto or missing_runner_packages(runner):
         return {}
     reference = TransformersText(Path(source["path"]))
     tokenizer = load_tokenizer(checkpoint.folder)
@@ -164,7 +164,7 @@ def _compare_written(folder: Path, settings: ExportSettings) -> dict[str, Any]:
     source: Mapping[str, Any] = {} if manifest is None else manifest.source
     written = open_source(Archive(folder), "huggingface")
     config: Any = written.config
-    if missing := missing_packages("transformers"):
+    if missing := missing_runner_packages("transformers"):
         return {"skipped": f"this Python has no {' and '.join(missing)}"}
     if skipped := _unfit_reason(config, weight_bytes(config, 1, "fp32")):
         return {"skipped": skipped}
@@ -173,7 +173,9 @@ def _compare_written(folder: Path, settings: ExportSettings) -> dict[str, Any]:
     data_type = settings.weight_data_type
     maker = runner_of(source.get("format"))
     alone = not any(getattr(settings, name) for name in _ADAPTERS)
-    native = maker is not None and RUNNERS[maker].rounds and not missing_packages(maker) and alone
+    native = (
+        maker is not None and RUNNERS[maker].rounds and not missing_runner_packages(maker) and alone
+    )
     runner = maker if native and maker is not None else ENGINE
     path = Path(str(source["path"]) if native else settings.checkpoint_path)
     options = {name: getattr(settings, name) for name in _READING}
@@ -222,7 +224,7 @@ def _unsupported_reason(checkpoint: FTCheckpoint, source: Any, settings: ExportS
         return "the source alone does not have the adapters"
     if "agm" in source.get("dialects", ()):
         return "transformers has no code for an Agm"
-    if missing := missing_packages(runner):
+    if missing := missing_runner_packages(runner):
         return f"this Python has no {' and '.join(missing)}"
     needed = weight_bytes(checkpoint.config, checkpoint.tp_size, "fp32")
     return _unfit_reason(checkpoint.config, needed)

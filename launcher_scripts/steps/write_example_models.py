@@ -22,7 +22,7 @@ if __name__ == "__main__":
 from launcher_scripts.checkpoint.export import export
 from launcher_scripts.checkpoint.fastertransformer.config_ini import format_config
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
-from launcher_scripts.checkpoint.model_repository import ModelRepository, reject_existing
+from launcher_scripts.checkpoint.model_repository import ModelRepository, reject_existing_models
 from launcher_scripts.checkpoint.tokenizers.tokenizer_files import collect, with_token_ids
 from launcher_scripts.common.errors import ConfigError, Problems
 from launcher_scripts.common.files import atomic_write
@@ -113,16 +113,16 @@ FLAGS = FlagTable(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return run_step("Write example models.", ExampleSettings, write, argv, FLAGS)
+    return run_step("Write example models.", ExampleSettings, write_examples, argv, FLAGS)
 
 
-def write(settings: ExampleSettings) -> None:
+def write_examples(settings: ExampleSettings) -> None:
     """Write the examples; raises LauncherError where one is there already, cannot be divided, or
     has a smaller vocabulary than the tokenizer.
     """
     exports = {name: export_settings(settings, name) for name in settings.examples}
     if not settings.overwrite:
-        reject_existing(
+        reject_existing_models(
             Path(item.model_repository) / folder
             for item in exports.values()
             for folder in (MODEL, *TEXT_MODELS)

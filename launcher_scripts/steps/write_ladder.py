@@ -17,7 +17,7 @@ from launcher_scripts.common.errors import CheckpointError, ServerError
 from launcher_scripts.common.quantization import QUANTIZATIONS
 from launcher_scripts.config.evaluation import LadderPrecision, LadderSettings
 from launcher_scripts.evaluation.report import Report
-from launcher_scripts.evaluation.tables import choose, exit_code, ladder_table, read_row
+from launcher_scripts.evaluation.tables import choose_rung, exit_code, ladder_table, read_row
 from launcher_scripts.steps.command import run_step
 
 _SCALE_BYTES = 4  # of an output channel of a matrix in bytes
@@ -25,16 +25,16 @@ _LAYERS = (".layers.", ".block.")  # in the names of what is quantized
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return run_step("Compare a ladder's rungs.", LadderSettings, write, argv)
+    return run_step("Compare a ladder's rungs.", LadderSettings, write_ladder, argv)
 
 
-def write(settings: LadderSettings) -> int:
+def write_ladder(settings: LadderSettings) -> int:
     """Write the report's section `ladder` and print its table; the status is the best verdict's.
 
     Raises ServerError where no rung was evaluated.
     """
-    rows = [read_row(precision, weight_bytes(precision)) for precision in settings.rungs]
-    selected, why = choose(rows)
+    rows = [read_row(precision, precision_bytes(precision)) for precision in settings.rungs]
+    selected, why = choose_rung(rows)
     report = Report(Path(settings.results_dir), settings.model_name)
     report.add_ladder(settings, rows, selected, why)
     print("\n".join([ladder_table(rows), "", why, f"report: {report.html_file}"]), flush=True)
@@ -43,7 +43,7 @@ def write(settings: LadderSettings) -> int:
     return exit_code(rows)
 
 
-def weight_bytes(precision: LadderPrecision) -> int | None:
+def precision_bytes(precision: LadderPrecision) -> int | None:
     """Bytes of the weight files of all ranks; None where no manifest tells.
 
     Where the server quantizes the files' matrices, what it makes of them is counted.

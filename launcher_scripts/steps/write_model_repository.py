@@ -16,16 +16,16 @@ if __name__ == "__main__":
     check_packages("write_model_repository")
 
 from launcher_scripts.checkpoint.model_repository import ModelRepository
-from launcher_scripts.checkpoint.signature import sign_repository
+from launcher_scripts.checkpoint.verification import sign_repository
 from launcher_scripts.config.settings import ExportSettings
 from launcher_scripts.steps.command import resumed, run_step
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return run_step("Describe a checkpoint to Triton.", ExportSettings, write, argv)
+    return run_step("Describe a checkpoint to Triton.", ExportSettings, write_repository, argv)
 
 
-def write(settings: ExportSettings) -> None:
+def write_repository(settings: ExportSettings) -> None:
     repository = ModelRepository(settings.model_repository)
     models = repository.write(resumed(settings))
     if settings.sign is not None:

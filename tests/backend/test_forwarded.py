@@ -15,14 +15,14 @@ import torch
 
 from launcher_scripts.backends.fastertransformer.forwarded import (
     FINAL,
-    Channel,
     Channels,
     ChannelSender,
     ForwardedRequest,
+    TextModelChannel,
     forwarded_request,
     news,
 )
-from launcher_scripts.backends.text.text_channel import FORWARDED, Message
+from launcher_scripts.backends.text.text_channel import FORWARDED, ChannelMessage
 from launcher_scripts.backends.text.text_channel import Channel as TextChannel
 from launcher_scripts.common.errors import RequestError
 from launcher_scripts.contract.requests import GenerateOutput
@@ -49,10 +49,10 @@ class Ends:
     """Both ends of a channel, in this process: of the text model and of the token model."""
 
     def __init__(self) -> None:
-        self.messages: list[Message] = []
+        self.messages: list[ChannelMessage] = []
         self.lost: list[bool] = []
         self.text = TextChannel(self.messages.append, lambda: self.lost.append(True))
-        self.token: Channel = Channels().to(self.text.name)
+        self.token: TextModelChannel = Channels().to(self.text.name)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from launcher_scripts.backends.fastertransformer.guided_rows import GuidedRow, GuidedRows
+from launcher_scripts.backends.fastertransformer.waiting_rows import GuidedRow, GuidedRows
 from launcher_scripts.common.errors import RequestError
 from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
 from tests.processes import wait_for

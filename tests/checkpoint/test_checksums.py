@@ -65,7 +65,7 @@ def test_an_altered_description_of_the_tensors(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(content.replace(b"second", b"secone", 1))
     region = Archive(tmp_path).region("file")
     with pytest.raises(CheckpointError, match=r"data\.pkl have another CRC-32"):
-        torch_file.load(region, "file")
+        torch_file.load_torch_file(region, "file")
 
 
 def test_files_without_checksums_are_read(tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_files_without_checksums_are_read(tmp_path: Path) -> None:
     finally:
         torch.serialization.set_crc32_options(wanted)
     archive = Archive(tmp_path)
-    found = torch_file.load(archive.region("file"), "file")["a"]
+    found = torch_file.load_torch_file(archive.region("file"), "file")["a"]
     archive.check(found, "a")
     assert np.array_equal(found, values.numpy())
 
@@ -88,7 +88,7 @@ def test_every_file_of_a_folder_has_its_own(tmp_path: Path) -> None:
         torch.save(tensor, tmp_path / name)
     flip(tmp_path / "b", values["b"].numpy())
     archive = Archive(tmp_path)
-    found = {name: torch_file.load(archive.region(name), name) for name in "cab"}
+    found = {name: torch_file.load_torch_file(archive.region(name), name) for name in "cab"}
     for name in "ac":
         archive.check(found[name][7:9], name)
         archive.forget(found[name])

@@ -15,7 +15,7 @@ import pytest
 
 from launcher_scripts.checkpoint import export as export_module
 from launcher_scripts.checkpoint.formats.archive import Archive
-from launcher_scripts.checkpoint.layout.workers import SHORTENED, run_all
+from launcher_scripts.checkpoint.layout.writing import SHORTENED, run_all
 from launcher_scripts.common.errors import CheckpointError
 from launcher_scripts.common.processes import CHECKOUT
 from tests.checkpoint.exporting import refused_export

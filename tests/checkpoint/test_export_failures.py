@@ -20,7 +20,7 @@ import yaml
 
 from launcher_scripts.checkpoint import export as export_module
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
-from launcher_scripts.checkpoint.fastertransformer.manifest import FileEntry, Journal
+from launcher_scripts.checkpoint.fastertransformer.manifest import ExportJournal, FileEntry
 from launcher_scripts.checkpoint.layout import tasks
 from launcher_scripts.common.errors import CheckpointError, ConfigError
 from launcher_scripts.common.parallelism import Parallelism
@@ -229,7 +229,7 @@ def test_no_room_for_a_file(source: Path, tmp_path: Path) -> None:
 
 
 def test_no_room_for_the_list_of_files(tmp_path: Path) -> None:
-    journal = Journal(tmp_path, "m")
+    journal = ExportJournal(tmp_path, "m")
     full = os.open("/dev/full", os.O_WRONLY)
     os.dup2(full, journal._file.fileno())
     os.close(full)

@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from launcher_scripts.checkpoint.formats.archive import Archive
-from launcher_scripts.checkpoint.formats.nemo_config import find_checkpoint, read_sizes
+from launcher_scripts.checkpoint.formats.nemo_config import find_checkpoint, read_nemo_sizes
 from launcher_scripts.common import files
 from launcher_scripts.common.errors import CheckpointError, LauncherError
 from launcher_scripts.config.export import TokenizerSettings
@@ -89,7 +89,7 @@ def test_a_harmful_archive(case: str, mode: str, tmp_path: Path) -> None:
     with small_memory():
         text = refused_export(path, tmp_path, r"a\.nemo")
         with pytest.raises(CheckpointError, match=r"a\.nemo") as caught:
-            read_sizes(path)
+            read_nemo_sizes(path)
     for message in (text, str(caught.value)):
         assert "Error:" not in message and "MemoryError" not in message
         assert len(message) < 2000
@@ -166,7 +166,7 @@ def test_a_harmful_configuration(case: str, tmp_path: Path) -> None:
         with small_memory():
             refused = refused_export(path, tmp_path, r"^model_config\.yaml of ")
             with pytest.raises(CheckpointError, match=r"model_config\.yaml of ") as caught:
-                read_sizes(path)
+                read_nemo_sizes(path)
         assert len(refused) < 1000 and len(str(caught.value)) < 1000
 
 
@@ -194,7 +194,7 @@ def test_impossible_hyperparameters(key: str, tmp_path: Path) -> None:
         make_nemo(tmp_path / "a.nemo", small, Variant("mcore", raw={key: SIZES[key]}))
     with small_memory():
         refused_export(tmp_path / "a.nemo", tmp_path, ".")
-        sizes = read_sizes(tmp_path / "a.nemo")
+        sizes = read_nemo_sizes(tmp_path / "a.nemo")
         assert sizes is not None and len(sizes.tp_sizes() or []) <= 1 << 16
 
 
@@ -281,14 +281,14 @@ def test_a_pipe_is_no_checkpoint(tmp_path: Path) -> None:
         refused_export(tmp_path / name, tmp_path, "cannot read the checkpoint .* not a plain file")
     for name in ("a.nemo", "a"):
         with pytest.raises(CheckpointError, match="not a plain file"):
-            read_sizes(tmp_path / name)
+            read_nemo_sizes(tmp_path / name)
     folder = tmp_path / "folder"
     make_nemo(folder, small_config(), Variant(container="folder"))
     (folder / "model_config.yaml").unlink()
     os.mkfifo(folder / "model_config.yaml")
     refused_export(folder, tmp_path, "in no known format")
     with pytest.raises(CheckpointError, match="not a plain file"):
-        read_sizes(folder)
+        read_nemo_sizes(folder)
 
 
 @pytest.mark.timeout(60)

@@ -13,7 +13,7 @@ import pytest
 
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
 from launcher_scripts.checkpoint.fastertransformer.manifest import JOURNAL_NAME as JOURNAL
-from launcher_scripts.checkpoint.fastertransformer.manifest import Journal
+from launcher_scripts.checkpoint.fastertransformer.manifest import ExportJournal
 from launcher_scripts.common.errors import CheckpointError
 from launcher_scripts.common.files import atomic_write
 from tests.checkpoint.exporting import export_folder
@@ -95,7 +95,7 @@ def test_a_finished_file_that_became_a_link(tmp_path: Path) -> None:
     """Its digest is right as long as the link's target is."""
     folder = tmp_path / "folder"
     folder.mkdir()
-    journal = Journal(folder, "name")
+    journal = ExportJournal(folder, "name")
     (tmp_path / "elsewhere").write_bytes(b"")
     (folder / "a.bin").symlink_to(tmp_path / "elsewhere")
     digest = "af1349b9f5f9a1a6a0404dea36dcc9499bcb25c9adc112b7cc9a93cae41f3262"
@@ -123,7 +123,7 @@ def test_a_harmful_journal(case: str, tmp_path: Path, other: Path) -> None:
     line = {"nested": b"[" * 100_000, "no text": b"\xff\xfe"}.get(case)
     line = json.dumps(LINES[case]).encode() if line is None else line
     (folder / JOURNAL).write_bytes(b'{"identity": "name"}\n' + line)
-    journal = Journal(folder, "name")
+    journal = ExportJournal(folder, "name")
     assert journal.restart() == {}
     journal.close(remove=True)
     assert untouched(other)

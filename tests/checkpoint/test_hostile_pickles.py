@@ -129,7 +129,7 @@ def test_a_harmful_pickle_is_refused(case: str, tmp_path: Path) -> None:
     file = region(b"\x80\x02" + HARMFUL[case] + b".", tmp_path / "f")
     before = shared()
     with small_memory(), pytest.raises(CheckpointError, match=r"file|storage|shape|axes") as caught:
-        torch_file.load(file, "file")
+        torch_file.load_torch_file(file, "file")
     assert "MemoryError" not in str(caught.value)
     assert len(str(caught.value)) < 1000
     assert shared() == before
@@ -137,16 +137,19 @@ def test_a_harmful_pickle_is_refused(case: str, tmp_path: Path) -> None:
 
 def test_a_place_beyond_the_memo_is_no_memory(tmp_path: Path) -> None:
     with small_memory():
-        assert torch_file.load(region(b"\x80\x02Nr\xff\xff\xff\x7f.", tmp_path / "f"), "f") is None
+        assert (
+            torch_file.load_torch_file(region(b"\x80\x02Nr\xff\xff\xff\x7f.", tmp_path / "f"), "f")
+            is None
+        )
 
 
 def test_what_a_pickle_may_do() -> None:
     """Records, containers and parts that several places share are plain data."""
     code = pickle.dumps({"a": [1, (2.5, "b")], ("c", (1, ("e",))): {3, 4}, "d": frozenset([5])}, 4)
-    assert pickles.load(code, "file", {}) == pickle.loads(code)
+    assert pickles.load_pickle(code, "file", {}) == pickle.loads(code)
     part = ["shared"]
     code = pickle.dumps([part, part, {"again": part}], 2)
-    found = pickles.load(code, "file", {})
+    found = pickles.load_pickle(code, "file", {})
     assert found == [part, part, {"again": part}] and found[0] is found[1]
 
 
@@ -234,7 +237,7 @@ def try_programs(seed: int, count: int, folder: Path) -> int:
     for _ in range(count):
         code = program(draw, sound)
         try:
-            found = pickles.load(code, "file", torch_file._GLOBALS, file._storage)
+            found = pickles.load_pickle(code, "file", torch_file._GLOBALS, file._storage)
         except CheckpointError as error:
             assert "MemoryError" not in str(error), code
             continue

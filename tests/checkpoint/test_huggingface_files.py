@@ -89,7 +89,7 @@ def test_the_old_format_of_torch_is_read_as_views(tmp_path: Path) -> None:
     state = {**tensors, "transposed": shared.T, "rows": shared[1:3], "again": shared}
     state["parameter"] = torch.nn.Parameter(torch.randn(3))
     torch.save(state, tmp_path / "a.bin", _use_new_zipfile_serialization=False)
-    check(read(tmp_path, torch_file.load, "a.bin"), state)
+    check(read(tmp_path, torch_file.load_torch_file, "a.bin"), state)
 
 
 def test_an_old_file_cut_short_is_refused(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_an_old_file_cut_short_is_refused(tmp_path: Path) -> None:
     for size in (20, len(whole) // 2, len(whole) - 1):
         (tmp_path / "a.bin").write_bytes(whole[:size])
         with pytest.raises(CheckpointError):
-            read(tmp_path, torch_file.load, "a.bin")
+            read(tmp_path, torch_file.load_torch_file, "a.bin")
 
 
 class Malicious:
@@ -108,5 +108,5 @@ class Malicious:
 
 def test_an_old_file_can_run_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.save(Malicious(), tmp_path / "a.bin", _use_new_zipfile_serialization=False)
-    assert isinstance(read(tmp_path, torch_file.load, "a.bin"), pickles.Opaque)
+    assert isinstance(read(tmp_path, torch_file.load_torch_file, "a.bin"), pickles.Opaque)
     assert capsys.readouterr().out == ""

@@ -29,10 +29,7 @@ from launcher_scripts.checkpoint.fastertransformer.manifest import (
     source_digest,
 )
 from launcher_scripts.checkpoint.huggingface import folder as folder_module
-from launcher_scripts.checkpoint.huggingface.config_json import (
-    NOT_WRITTEN,
-    class_name,
-)
+from launcher_scripts.checkpoint.huggingface.config_json import NOT_WRITTEN, transformers_class
 from launcher_scripts.checkpoint.huggingface.export import export_huggingface
 from launcher_scripts.checkpoint.huggingface.folder import HuggingFaceWriter
 from launcher_scripts.checkpoint.huggingface.tensors import prefix_of
@@ -266,7 +263,7 @@ def test_every_type_has_the_class_and_the_names_of_transformers() -> None:
     for name, row in ARCHITECTURES.items():
         if name in NOT_WRITTEN:
             continue
-        found = class_name(name, config)
+        found = transformers_class(name, config)
         tables = [modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
         if row.family != "gpt":
             tables = [modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES]

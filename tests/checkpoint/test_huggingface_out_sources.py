@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from launcher_scripts.checkpoint.fastertransformer.manifest import read_manifest, source_digest
 from launcher_scripts.checkpoint.huggingface import folder as folder_module
 from launcher_scripts.checkpoint.huggingface.config_json import NOT_WRITTEN
-from launcher_scripts.checkpoint.signature import verify_signature
+from launcher_scripts.checkpoint.verification import verify_signature
 from launcher_scripts.common.errors import CheckpointError
 from launcher_scripts.common.files import SOURCE_DIGESTS
 from launcher_scripts.config.export import HuggingFaceOptions, TokenizerSettings

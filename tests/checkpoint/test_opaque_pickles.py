@@ -188,7 +188,7 @@ VALUES: dict[str, Any] = {
 def test_a_namespace_holds_values_of_any_class(protocol: int) -> None:
     plain = {name: value for name, value in VALUES.items() if "tensor" not in name}
     data = pickle.dumps(argparse.Namespace(before=1, **plain, after=[2]), protocol)
-    loaded = pickles.load(data, "file", megatron.NAMESPACES)
+    loaded = pickles.load_pickle(data, "file", megatron.NAMESPACES)
     assert isinstance(loaded, megatron.Namespace)
     assert loaded.state.keys() == {"before", *plain, "after"}
     assert (loaded["before"], loaded["after"]) == (1, [2])
@@ -282,7 +282,7 @@ def test_tensors_with_attributes_and_parameters_are_tensors(tmp_path: Path) -> N
     parameter.sequence_parallel = Backend.FLASH
     fp8 = values.to(torch.float8_e4m3fn)
     state = {"a": marked, "b": parameter, "c": fp8}
-    loaded = torch_file.load(region_of(saved(state), tmp_path / "f"), "file")
+    loaded = torch_file.load_torch_file(region_of(saved(state), tmp_path / "f"), "file")
     np.testing.assert_array_equal(loaded["a"], values)
     np.testing.assert_array_equal(loaded["b"], values)
     np.testing.assert_array_equal(loaded["c"].view("u1"), fp8.view(torch.uint8))
@@ -361,4 +361,4 @@ def test_a_name_that_is_an_attack_is_refused(path: str) -> None:
         b"\x80\x04\x8c%c%b\x8c%c%b\x93." % (len(module), module.encode(), len(name), name.encode()),
     ):
         with pytest.raises(CheckpointError, match=f"names {re.escape(path)}, which only an attack"):
-            pickles.load(code, "file", {})
+            pickles.load_pickle(code, "file", {})

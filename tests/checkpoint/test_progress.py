@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 
-from launcher_scripts.checkpoint.layout.workers import Progress
+from launcher_scripts.checkpoint.layout.writing import Progress
 
 
 class Terminal(io.StringIO):

@@ -11,7 +11,11 @@ import numpy as np
 import pytest
 
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint, FTWriter, WeightFile
-from launcher_scripts.checkpoint.fastertransformer.manifest import JOURNAL_NAME, FileEntry, Journal
+from launcher_scripts.checkpoint.fastertransformer.manifest import (
+    JOURNAL_NAME,
+    ExportJournal,
+    FileEntry,
+)
 from launcher_scripts.checkpoint.layout import tasks
 from launcher_scripts.common.errors import CheckpointError
 from tests.checkpoint.exporting import export_folder
@@ -120,7 +124,7 @@ def test_an_error_leaves_nothing(
 def test_two_exports_into_one_folder(source: Path, tmp_path: Path) -> None:
     partial = interrupted(source, tmp_path, 20)
     files = sorted(path.name for path in partial.iterdir())
-    journal = Journal(partial, "another")
+    journal = ExportJournal(partial, "another")
     with pytest.raises(CheckpointError, match="another export is writing here"):
         export_folder(source, tmp_path, 2)
     journal.close(remove=False)

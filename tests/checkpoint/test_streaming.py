@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from launcher_scripts.checkpoint.formats.source_tensor import BFLOAT16, converted
-from launcher_scripts.checkpoint.layout import streaming
-from launcher_scripts.checkpoint.layout.streaming import NonfiniteValues, UnfitValues, strips
+from launcher_scripts.checkpoint.layout import writing
+from launcher_scripts.checkpoint.layout.writing import NonfiniteValues, UnfitValues, strips
 from launcher_scripts.common.errors import CheckpointError
 
 F4, F2 = np.dtype("<f4"), np.dtype("<f2")
@@ -48,11 +48,11 @@ def test_any_columns(
         for width in widths
     ]
     expected = np.concatenate(columns, axis=-1).astype(target).tobytes()
-    before, streaming.STRIP_BYTES = streaming.STRIP_BYTES, strip_bytes
+    before, writing.STRIP_BYTES = writing.STRIP_BYTES, strip_bytes
     try:
         assert content(columns, target) == expected
     finally:
-        streaming.STRIP_BYTES = before
+        writing.STRIP_BYTES = before
 
 
 def test_vectors_side_by_side() -> None:
@@ -114,4 +114,4 @@ def test_little_memory() -> None:
         pass
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert peak < 8 * streaming.STRIP_BYTES
+    assert peak < 8 * writing.STRIP_BYTES

@@ -49,7 +49,7 @@ DTYPES = [
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
     values = (torch.randn(3, 5) * 50).to(dtype)
-    found = torch_file.load(region_of(saved({"a": values}), tmp_path / "f"), "file")["a"]
+    found = torch_file.load_torch_file(region_of(saved({"a": values}), tmp_path / "f"), "file")["a"]
     assert (found.dtype == BFLOAT16) == (dtype is torch.bfloat16)
     expected = values.float() if dtype is torch.bfloat16 else values
     np.testing.assert_array_equal(widened(found), expected.numpy())
@@ -70,7 +70,7 @@ def test_views_share_their_storage(tmp_path: Path) -> None:
         sizes=torch.Size([1, 2]),
         nested={"list": [base[:2], 1.5, "text"]},
     )
-    found = torch_file.load(region_of(saved(state), tmp_path / "f"), "file")
+    found = torch_file.load_torch_file(region_of(saved(state), tmp_path / "f"), "file")
     for name in ("full", "transposed", "slice", "strided", "scalar", "empty"):
         np.testing.assert_array_equal(found[name], state[name].numpy(), err_msg=name)
     np.testing.assert_array_equal(found["parameter"], base.view(2, 12).numpy())
@@ -118,10 +118,10 @@ def test_a_malicious_pickle_runs_nothing(tmp_path: Path) -> None:
     for name, value in cases.items():
         region = region_of(saved(value), tmp_path / name)
         with pytest.raises(CheckpointError, match=f"names {name}, which only an attack needs"):
-            torch_file.load(region, "file")
+            torch_file.load_torch_file(region, "file")
     with pytest.raises(CheckpointError, match=r"names posix\.system"):
-        torch_file.load(region_of(saved([Nested(marker)]), tmp_path / "nested"), "file")
-    loaded = torch_file.load(region_of(saved(Loader()), tmp_path / "loader"), "file")
+        torch_file.load_torch_file(region_of(saved([Nested(marker)]), tmp_path / "nested"), "file")
+    loaded = torch_file.load_torch_file(region_of(saved(Loader()), tmp_path / "loader"), "file")
     assert isinstance(loaded, pickles.Opaque)
     assert not marker.exists()
 
@@ -159,7 +159,7 @@ def test_damage_is_named(tmp_path: Path) -> None:
     }
     for name, (damaged, message) in cases.items():
         with pytest.raises(CheckpointError, match=message):
-            torch_file.load(region_of(damaged, tmp_path / name), "file")
+            torch_file.load_torch_file(region_of(damaged, tmp_path / name), "file")
 
 
 @pytest.mark.parametrize(
@@ -175,4 +175,4 @@ def test_a_pickle_cannot_make_a_huge_memo(tmp_path: Path) -> None:
     bomb = b"\x80\x02" + b"N" + pickle.LONG_BINPUT + (2**31 - 1).to_bytes(4, "little") + b"."
     content = rewritten(saved({}), {"data.pkl": bomb[:-1] + b"("})
     with pytest.raises(CheckpointError, match="damaged"):
-        torch_file.load(region_of(content, tmp_path / "f"), "file")
+        torch_file.load_torch_file(region_of(content, tmp_path / "f"), "file")

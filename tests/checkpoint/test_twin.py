@@ -224,7 +224,7 @@ def test_an_encoder_decoder_of_the_core_has_no_twin(
 def test_what_a_tool_changes_outside_of_the_core(
     values: dict[str, Any], reasons: list[str]
 ) -> None:
-    assert megatron_models.unsupported_reasons(values) == reasons
+    assert megatron_models.core_unsupported_reasons(values) == reasons
 
 
 def test_a_model_that_transformers_would_fill_with_random_weights_has_no_twin(

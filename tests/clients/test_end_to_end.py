@@ -79,7 +79,7 @@ class OriginalServer:
 def test_the_originals_models_are_asked_with_their_own_tensors(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(end_to_end_test, "connect", lambda _: OriginalServer())
+    monkeypatch.setattr(end_to_end_test, "connect_server", lambda _: OriginalServer())
     assert end_to_end_test.main([]) == 0, capsys.readouterr().err
     printed = capsys.readouterr().out
     for name in ORIGINAL:

@@ -33,10 +33,10 @@ def write(path: Path, content: Any) -> str:
 
 @pytest.mark.parametrize("path", SAMPLES, ids=lambda path: path.stem)
 def test_samples_are_whole_requests_with_the_contracts_names(path: Path) -> None:
-    whole = issue_request.merged(
-        {"config": issue_request.DEFAULT_CONFIG}, issue_request.read_json(path)
+    whole = issue_request.merge_mappings(
+        {"config": issue_request.DEFAULT_CONFIG}, issue_request.read_request(path)
     )
-    config, tensors = issue_request.check(whole, str(path))
+    config, tensors = issue_request.check_request(whole, str(path))
     rows = {len(array) for array in tensors.values()}
     assert len(rows) == 1
     known = {tensor.name for contract in CONTRACTS.values() for tensor in contract.inputs}
@@ -86,7 +86,7 @@ def test_flags_go_over_params_and_file(tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_samples_fit_a_model_that_takes_one_row() -> None:
     for path in SAMPLES:
-        for tensor in issue_request.read_json(path)["request"]:
+        for tensor in issue_request.read_request(path)["request"]:
             assert len(tensor["data"]) == 1, f"{path.name}: {tensor['name']}"
 
 
@@ -134,7 +134,7 @@ def test_bfloat16_is_sent_as_its_bytes() -> None:
 def test_params_go_over_the_file_key_by_key() -> None:
     below = {"config": {"url": None, "verbose": False}, "request": [1, 2]}
     above = {"config": {"verbose": True}, "request": [3]}
-    assert issue_request.merged(below, above) == {
+    assert issue_request.merge_mappings(below, above) == {
         "config": {"url": None, "verbose": True},
         "request": [3],
     }
@@ -144,7 +144,7 @@ def test_params_go_over_the_file_key_by_key() -> None:
 def test_text_is_sent_as_utf_8_and_shown_as_text() -> None:
     array = issue_request.tensor([["Grüße"], [""]], "object")
     assert array.tolist() == [["Grüße".encode()], [b""]]
-    assert issue_request.readable(array).tolist() == [["Grüße"], [""]]
+    assert issue_request.with_text(array).tolist() == [["Grüße"], [""]]
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_all_problems_of_a_request_are_named_at_once() -> None:
         "request": [{"name": "a"}, {"data": 1}],
     }
     with pytest.raises(ConfigError, match="3 problems in file"):
-        issue_request.check(whole, "file")
+        issue_request.check_request(whole, "file")
 
 
 def test_a_stream_adds_one_token_at_a_time() -> None:

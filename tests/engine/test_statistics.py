@@ -22,7 +22,7 @@ from tests.engine.small_models import engine_for, random_tensors, small_config
 CONFIG = small_config(end_id=67, max_positions=200)
 
 
-def values(statistics: Statistics, metric: names.Metric) -> dict[str, float]:
+def values(statistics: Statistics, metric: names.MetricSpec) -> dict[str, float]:
     """A metric's values by what its labels say; of a histogram its count and sum."""
     found = {}
     for sample in statistics.samples():
@@ -41,7 +41,7 @@ def buckets(histogram: Histogram) -> dict[float, float]:
 
 
 def test_a_bucket_holds_what_is_no_more_than_its_bound() -> None:
-    metric = names.Metric("x", names.HISTOGRAM, "", buckets=(0.5, 1.0, 8.0))
+    metric = names.MetricSpec("x", names.HISTOGRAM, "", buckets=(0.5, 1.0, 8.0))
     histogram = Histogram(metric)
     for value, times in ((0.25, 1), (0.5, 2), (0.75, 1), (8.0, 3), (9.0, 1)):
         histogram.observe(value, times)

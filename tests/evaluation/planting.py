@@ -278,7 +278,7 @@ class Bench:
                 stack.enter_context(patch.object(references, "altered_files", lambda *_: []))
                 stack.enter_context(patch.object(OpenedSource, "other_settings", lambda *_: {}))
             settings = twins.twin_settings(copy / "results", exported, continuation=0)
-            measure_twin.measure(settings)
+            measure_twin.measure_twin(settings)
         content: dict[str, Any] = json.loads(
             (copy / "results" / "certificate" / "certificate.json").read_text()
         )

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from launcher_scripts.checkpoint.signature import sign_repository
+from launcher_scripts.checkpoint.verification import sign_repository
 from launcher_scripts.common.errors import ConfigError
 from launcher_scripts.config.security import SigningKey
 from launcher_scripts.evaluation.tasks.logits import (
@@ -120,7 +120,7 @@ def test_a_clean_export_is_equivalent_and_verified(
     assert content["statement"] == "equivalent"
     assert content["faults"] == [] and content["layers"]["first"] is None
     assert content["flips"]["count"] == 0 and content["test"]["p"] < 1e-3
-    certificate.write(tmp_path, content)
+    certificate.write_certificate(tmp_path, content)
     arguments = ["verify", str(tmp_path), "--export", str(bench.clean("llama"))]
     assert command.main(arguments) == 0
     printed = capsys.readouterr().out
@@ -144,7 +144,9 @@ def test_a_signature_covers_the_certificate(
 ) -> None:
     pytest.importorskip("model_signing")
     _, private, public = key_files(tmp_path, "signer")
-    folder = certificate.write(tmp_path, bench.certificate(Planted("llama", "clean", None, ())))
+    folder = certificate.write_certificate(
+        tmp_path, bench.certificate(Planted("llama", "clean", None, ()))
+    )
     sign_repository(folder, SigningKey(private), certificate.SIGNED_KEY)
     arguments = ["verify", str(folder), "--public-key", public]
     assert command.main(arguments) == 0

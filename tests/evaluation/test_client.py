@@ -14,7 +14,7 @@ from launcher_scripts.common.tokenizer import SpecialIds
 from launcher_scripts.config.evaluation import BenchmarkSettings
 from launcher_scripts.config.settings import EvaluateSettings
 from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
-from launcher_scripts.evaluation.served.client import Client, connect
+from launcher_scripts.evaluation.served.client import Client, open_client
 from tests.evaluation.fake_server import FAVOUR, VOCAB, FakeServer, logits_after
 
 
@@ -147,7 +147,7 @@ def test_connect_waits_for_the_file_and_for_the_model(tmp_path):
 
         writer = threading.Thread(target=appear)
         writer.start()
-        client, content = connect(settings)
+        client, content = open_client(settings)
         with client:
             assert client.is_ready()
         writer.join()
@@ -167,7 +167,7 @@ def test_connect_gives_up_with_the_reason(tmp_path, ready, says):
     if ready is not None:
         (tmp_path / "ready.json").write_text(json.dumps(ready))
     with pytest.raises(ServerError, match=rf"within 0\.3 s: .*{says}.*change evaluate\.ready_time"):
-        connect(evaluate_settings(tmp_path, ready_timeout=0.3))
+        open_client(evaluate_settings(tmp_path, ready_timeout=0.3))
 
 
 @pytest.mark.timeout(300)
@@ -177,4 +177,4 @@ def test_a_server_that_never_answers_does_not_hold_connect_up(tmp_path, monkeypa
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         (tmp_path / "ready.json").write_text(json.dumps({"http": address, "models": ["counting"]}))
         with pytest.raises(ServerError, match="does not answer ready"):
-            connect(evaluate_settings(tmp_path, ready_timeout=0.3, request_timeout=3600))
+            open_client(evaluate_settings(tmp_path, ready_timeout=0.3, request_timeout=3600))

@@ -13,7 +13,7 @@ from launcher_scripts.common.errors import ConfigError
 from launcher_scripts.config.evaluation import BenchmarkSettings
 from launcher_scripts.config.settings import EvaluateSettings, write_settings
 from launcher_scripts.steps import evaluation_step
-from launcher_scripts.steps.evaluation_step import figures, parameters, run_evaluation
+from launcher_scripts.steps.evaluation_step import figures, run_evaluation, tracked_parameters
 
 EXAMPLE = Path(__file__).with_name("example_report.json")
 
@@ -46,7 +46,7 @@ def test_every_figure_and_setting_has_a_name() -> None:
     assert ("translation.bleu", 25.8, 0) in rows
     steps = [step for name, _, step in rows if name == "load.tokens_per_second"]
     assert steps == list(range(len(report["load"]["runs"])))
-    values = dict(parameters(report))
+    values = dict(tracked_parameters(report))
     assert values["lambada.limit"] == "40"
     assert values["lambada.generation.template"] == "None"
     assert values["model"] == report["model"]

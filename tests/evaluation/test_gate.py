@@ -14,9 +14,9 @@ from launcher_scripts.common.errors import ConfigError
 from launcher_scripts.config.options import build
 from launcher_scripts.config.policy import (
     AgreementBounds,
-    Bounds,
     PolicySettings,
     ReferenceBounds,
+    ReportBounds,
     read_policy,
 )
 from launcher_scripts.evaluation import __main__ as commands
@@ -440,7 +440,7 @@ def test_the_documented_policy_is_one(checkout: Path, tmp_path: Path) -> None:
     (tmp_path / "policy.yaml").write_text(example)
     documented = read_policy(tmp_path / "policy.yaml")
     assert documented.twin == ReferenceBounds(0.02, 0.95, 1.0, 0)
-    assert documented.if_measured == Bounds(reference=AgreementBounds(max_drop=0.02))
+    assert documented.if_measured == ReportBounds(reference=AgreementBounds(max_drop=0.02))
 
 
 def test_an_invalid_load_test_decides_nothing() -> None:

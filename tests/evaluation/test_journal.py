@@ -18,7 +18,7 @@ import pytest
 from launcher_scripts.common.errors import ConfigError
 from launcher_scripts.common.exit_codes import ERROR
 from launcher_scripts.config.evaluation import BenchmarkSettings, GenerationSettings, TaskSettings
-from launcher_scripts.evaluation.journal import Journal, differences, locked
+from launcher_scripts.evaluation.journal import Journal, locked, value_differences
 from launcher_scripts.steps import measure_accuracy, measure_speed
 from tests.evaluation.fake_server import FakeServer
 from tests.evaluation.test_steps import ROOT, announce, settings_file
@@ -107,8 +107,8 @@ def test_another_set_up_begins_anew_and_keeps_the_old_results(
 def test_differences_are_named() -> None:
     one = {"a": {"x": 1, "y": [1]}, "b": None}
     other = {"a": {"x": 1, "y": [2]}, "c": {"d": 0}}
-    assert differences(one, one) == []
-    assert differences(one, other) == [("a.y", [1], [2]), ("c", None, {"d": 0})]
+    assert value_differences(one, one) == []
+    assert value_differences(one, other) == [("a.y", [1], [2]), ("c", None, {"d": 0})]
 
 
 def test_a_results_folder_has_one_evaluation(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ import pytest
 from launcher_scripts.checkpoint.fastertransformer.manifest import FileEntry, Manifest
 from launcher_scripts.common.errors import ServerError
 from launcher_scripts.config.evaluation import LadderPrecision, LadderSettings
-from launcher_scripts.evaluation.tables import LadderRow, choose, exit_code, read_row
-from launcher_scripts.steps.write_ladder import weight_bytes, write
+from launcher_scripts.evaluation.tables import LadderRow, choose_rung, exit_code, read_row
+from launcher_scripts.steps.write_ladder import precision_bytes, write_ladder
 from tests.whole_job import run_whole_job
 
 ACCURACY = {"value": 0.5, "low": 0.4, "high": 0.6, "percent": True, "meaning": "right ones"}
@@ -120,7 +120,7 @@ def row(name: str, size: int | None, verdict: str | None, speed: float = 1.0) ->
 def test_the_cheapest_that_is_go_is_taken(
     rows: list[LadderRow], chosen: str | None, why: str
 ) -> None:
-    found, said = choose(rows)
+    found, said = choose_rung(rows)
     assert found == chosen
     assert re.search(why, said)
 
@@ -145,10 +145,10 @@ def test_matrices_are_counted_as_they_are_served(tmp_path: Path, rung: str) -> N
     head = FileEntry("model.wte.bin", 80, "0", shape=(10, 4), dtype="float16")
     config = FileEntry("config.ini", 1000, "0")
     Manifest("GPT", 1, "fp16", (layer, norm, head, config)).write(tmp_path)
-    assert weight_bytes(LadderPrecision("fp16", "", str(tmp_path))) == 24 + 8 + 80
-    assert weight_bytes(LadderPrecision(rung, "", str(tmp_path))) == 4 * 3 + 4 * 3 + 8 + 80
-    assert weight_bytes(LadderPrecision("int8", "", str(tmp_path / "none"))) is None
-    assert weight_bytes(LadderPrecision(rung, "")) is None
+    assert precision_bytes(LadderPrecision("fp16", "", str(tmp_path))) == 24 + 8 + 80
+    assert precision_bytes(LadderPrecision(rung, "", str(tmp_path))) == 4 * 3 + 4 * 3 + 8 + 80
+    assert precision_bytes(LadderPrecision("int8", "", str(tmp_path / "none"))) is None
+    assert precision_bytes(LadderPrecision(rung, "")) is None
 
 
 def test_the_step_writes_the_report_and_prints_the_table(
@@ -162,7 +162,7 @@ def test_the_step_writes_the_report_and_prints_the_table(
     )
     (Path(good.report_dir) / "verdict.json").write_text('{"verdict": "GO"}')
     failed = rung(tmp_path, "bf16")
-    assert write(LadderSettings(str(tmp_path / "ladder"), "tiny", (good, failed))) == 0
+    assert write_ladder(LadderSettings(str(tmp_path / "ladder"), "tiny", (good, failed))) == 0
     said = capsys.readouterr().out.splitlines()
     assert said[0].split() == [
         *("rung", "lambada.accuracy", "MB", "tokens/s"),
@@ -185,7 +185,7 @@ def test_the_step_writes_the_report_and_prints_the_table(
 def test_a_ladder_of_which_nothing_was_evaluated_fails(tmp_path: Path) -> None:
     settings = LadderSettings(str(tmp_path / "ladder"), "tiny", (rung(tmp_path, "fp32"),))
     with pytest.raises(ServerError, match="no rung of the ladder was evaluated"):
-        write(settings)
+        write_ladder(settings)
     assert (tmp_path / "ladder" / "report.json").exists()
 
 

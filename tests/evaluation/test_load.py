@@ -15,16 +15,16 @@ import pytest
 from launcher_scripts.common.errors import ConfigError
 from launcher_scripts.config.evaluation import GoodputBounds, LoadPrompts, LoadSettings
 from launcher_scripts.evaluation.load.driver import (
-    Answer,
+    ClientPlan,
     DriverResult,
-    Load,
     LoadRequest,
-    Plan,
     Prompts,
+    RunLoad,
+    TimedResponse,
     drive,
-    make_plan,
+    plan_clients,
     poisson_arrivals,
-    read_texts,
+    read_prompt_texts,
 )
 from launcher_scripts.evaluation.load.figures import (
     LoadRun,
@@ -45,14 +45,16 @@ async def exact(request: LoadRequest) -> AsyncGenerator[int, None]:
         yield token + 1
 
 
-def driven(load: Load, ask: Any = exact, timeout: float = 60.0, **more: Any) -> list[DriverResult]:
+def driven(
+    load: RunLoad, ask: Any = exact, timeout: float = 60.0, **more: Any
+) -> list[DriverResult]:
     """One process, in virtual time. more: LoadSettings."""
     settings = LoadSettings(**{"seconds": None, "requests": 10, "warmup": 0.0, **more})
-    return [run_virtually(drive(make_plan(settings, load, PROMPTS, timeout), ask))]
+    return [run_virtually(drive(plan_clients(settings, load, PROMPTS, timeout), ask))]
 
 
 def figures(
-    load: Load, of: Sequence[DriverResult], seconds: float | None = None, **bounds: float
+    load: RunLoad, of: Sequence[DriverResult], seconds: float | None = None, **bounds: float
 ) -> LoadRun:
     return run_figures("grpc", load, of, seconds, GoodputBounds(**bounds))
 
@@ -60,7 +62,7 @@ def figures(
 def reasons(
     of: Sequence[DriverResult], taken: tuple[int, int] | None = (0, 100)
 ) -> tuple[str, ...]:
-    return invalid_reasons(figures(Load(clients=2), of), of, taken)
+    return invalid_reasons(figures(RunLoad(clients=2), of), of, taken)
 
 
 # What is measured
@@ -68,7 +70,7 @@ def reasons(
 
 def test_a_closed_loop_of_an_exact_server() -> None:
     """Two clients, ten requests of 5 tokens: 0.4 s each, one after the other."""
-    run = figures(Load(clients=2), driven(Load(clients=2)))
+    run = figures(RunLoad(clients=2), driven(RunLoad(clients=2)))
     assert run.seconds == pytest.approx(5 * 0.4)
     assert (run.requests, run.failed, run.prompt_tokens, run.generated_tokens) == (10, 0, 40, 50)
     assert run.tokens_per_second == pytest.approx(25)
@@ -85,7 +87,7 @@ def test_a_closed_loop_of_an_exact_server() -> None:
 def test_what_comes_before_and_after_the_time_that_counts_does_not() -> None:
     """0.4 s a request: asked at 0, 0.4, 0.8 | 1.2, 1.6, 2.0, 2.4, 2.8 | of which one ends later."""
     settings = {"seconds": 2.0, "requests": None, "warmup": 0.9}
-    run = figures(Load(clients=1), driven(Load(clients=1), **settings), 2.0)
+    run = figures(RunLoad(clients=1), driven(RunLoad(clients=1), **settings), 2.0)
     assert (run.seconds, run.requests) == (2.0, 5)
     assert run.requests_per_second == pytest.approx(5 / 2)  # at 1.2, 1.6, 2.0, 2.4, 2.8
     assert run.generated_tokens == 25  # at 2.9 s the last request has none
@@ -93,7 +95,7 @@ def test_what_comes_before_and_after_the_time_that_counts_does_not() -> None:
 
 
 def test_an_open_loop_does_not_wait_for_answers() -> None:
-    load = Load(rate=50.0)
+    load = RunLoad(rate=50.0)
     run = figures(load, driven(load, requests=20, seed=3))
     times = poisson_arrivals(50.0, 3, 0.0, 20, None)
     assert run.seconds == pytest.approx(times[-1] + 0.4)
@@ -109,7 +111,9 @@ def test_a_late_client_counts_from_when_it_should_have_asked() -> None:
         loop._now += 1.0
         yield request.output_len
 
-    plan = Plan(tuple(LoadRequest((1,), 1, at) for at in (0.0, 0.5)), 0, None, None, 0.0, 60.0)
+    plan = ClientPlan(
+        tuple(LoadRequest((1,), 1, at) for at in (0.0, 0.5)), 0, None, None, 0.0, 60.0
+    )
     first, second = run_virtually(drive(plan, holding)).answers
     assert first.finished - first.asked == pytest.approx(1.0)
     assert second.asked == pytest.approx(0.5)
@@ -117,8 +121,8 @@ def test_a_late_client_counts_from_when_it_should_have_asked() -> None:
 
 
 def test_tokens_that_came_together_share_the_time_before_them() -> None:
-    answer = Answer(0.0, 3.0, 1, 4, ((1.0, 1), (3.0, 4)))
-    run = figures(Load(clients=1), [DriverResult((answer,), 0.0, 0.0, ())])
+    answer = TimedResponse(0.0, 3.0, 1, 4, ((1.0, 1), (3.0, 4)))
+    run = figures(RunLoad(clients=1), [DriverResult((answer,), 0.0, 0.0, ())])
     assert run.between_tokens_ms is not None and run.per_token_ms is not None
     assert (
         run.between_tokens_ms["p50"]
@@ -129,10 +133,10 @@ def test_tokens_that_came_together_share_the_time_before_them() -> None:
 
 
 def test_whole_answers_have_no_first_token() -> None:
-    answer = Answer(0.0, 2.0, 1, 4, ((2.0, 4),))
+    answer = TimedResponse(0.0, 2.0, 1, 4, ((2.0, 4),))
     of = [DriverResult((answer,), 0.0, 0.0, ())]
     bounds = GoodputBounds(between_tokens_ms=499.0)
-    run = run_figures("http", Load(clients=1), of, None, bounds, streamed=False)
+    run = run_figures("http", RunLoad(clients=1), of, None, bounds, streamed=False)
     assert run.first_token_ms is run.between_tokens_ms is run.per_token_ms is None
     assert run.latency_ms is not None and run.latency_ms["p50"] == 2000
     assert run.goodput == 0.0  # 500 ms a token
@@ -149,13 +153,13 @@ def test_whole_answers_have_no_first_token() -> None:
     ],
 )
 def test_goodput_is_what_keeps_every_bound(bounds: dict[str, float], share: float) -> None:
-    run = figures(Load(clients=2), driven(Load(clients=2)), **bounds)
+    run = figures(RunLoad(clients=2), driven(RunLoad(clients=2)), **bounds)
     assert run.goodput == pytest.approx(share * run.requests_per_second)
 
 
 def test_processes_divide_the_clients_and_the_requests() -> None:
     settings = LoadSettings(requests=10, seconds=None, warmup=0.0)
-    plan = make_plan(settings, Load(clients=5), PROMPTS, 60.0)
+    plan = plan_clients(settings, RunLoad(clients=5), PROMPTS, 60.0)
     parts = plan.divided(2)
     assert [(part.clients, part.count) for part in parts] == [(3, 5), (2, 5)]
     assert sorted(r.prompt_ids for part in parts for r in part.requests) == sorted(
@@ -163,8 +167,8 @@ def test_processes_divide_the_clients_and_the_requests() -> None:
     )
     assert len(plan.divided(8)) == 5
     of = [run_virtually(drive(part, exact)) for part in parts]
-    assert figures(Load(clients=5), of).generated_tokens == 50
-    arrivals = make_plan(settings, Load(rate=9.0), PROMPTS, 60.0)
+    assert figures(RunLoad(clients=5), of).generated_tokens == 50
+    arrivals = plan_clients(settings, RunLoad(rate=9.0), PROMPTS, 60.0)
     assert sum(len(part.requests) for part in arrivals.divided(3)) == 10
 
 
@@ -200,19 +204,19 @@ def test_prompts_have_the_lengths_that_are_asked_for() -> None:
 def test_texts_of_a_file(tmp_path: Path) -> None:
     path = tmp_path / "prompts"
     path.write_text('{"text": "one"}\n\n{"prompt": "two"}\nthree words here\n')
-    assert list(read_texts(path)) == ["one", "two", "three words here"]
+    assert list(read_prompt_texts(path)) == ["one", "two", "three words here"]
     path.write_text('{"words": "one"}\n')
     with pytest.raises(ConfigError, match=r"line 1 of .* has neither text nor prompt; change eval"):
-        list(read_texts(path))
+        list(read_prompt_texts(path))
     with pytest.raises(ConfigError, match="cannot read"):
-        list(read_texts(tmp_path / "absent"))
+        list(read_prompt_texts(tmp_path / "absent"))
 
 
-def trace_plan(tmp_path: Path, *rows: Any, **more: Any) -> Plan:
+def trace_plan(tmp_path: Path, *rows: Any, **more: Any) -> ClientPlan:
     path = tmp_path / "trace.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     values = {"clients": (), "trace_file": str(path), "warmup": 0.0, **more}
-    return make_plan(LoadSettings(**values), Load(), PROMPTS, 60.0)
+    return plan_clients(LoadSettings(**values), RunLoad(), PROMPTS, 60.0)
 
 
 def row(timestamp: float, input_length: int = 3, output_length: int = 2) -> dict[str, float]:
@@ -225,7 +229,7 @@ def test_a_trace_is_asked_as_it_is(tmp_path: Path) -> None:
     asked = [(r.at, len(r.prompt_ids), r.output_len) for r in plan.requests]
     assert asked == [(0.0, 3, 2), (1.0, 7, 4), (1.0, 3, 2)]  # those of the first 30 seconds
     run = run_virtually(drive(plan, exact))
-    assert figures(Load(), [run]).generated_tokens == 8
+    assert figures(RunLoad(), [run]).generated_tokens == 8
     first = trace_plan(tmp_path, row(0), row(1000), row(2000), seconds=None, requests=2)
     assert [request.at for request in first.requests] == [0.0, 1.0]
 
@@ -285,7 +289,7 @@ def test_settings_that_make_no_sense(wrong: dict[str, Any], answer: str) -> None
 
 
 def test_a_clean_run_is_valid() -> None:
-    assert reasons(driven(Load(clients=2))) == ()
+    assert reasons(driven(RunLoad(clients=2))) == ()
 
 
 async def failing(request: LoadRequest) -> AsyncGenerator[int, None]:
@@ -312,28 +316,28 @@ async def hanging(_: LoadRequest) -> AsyncGenerator[int, None]:
 
 
 def test_failed_requests() -> None:
-    of = driven(Load(clients=2), failing)
+    of = driven(RunLoad(clients=2), failing)
     failed = sum(answer.error is not None for answer in of[0].answers)
     assert 0 < failed < 10
     (reason,) = reasons(of)
     assert reason == f"{failed} of 10 requests failed; the first: ConnectionError: it is gone"
-    assert figures(Load(clients=2), of).failed == failed
+    assert figures(RunLoad(clients=2), of).failed == failed
 
 
 def test_requests_that_take_too_long() -> None:
-    of = driven(Load(clients=2), hanging, timeout=5.0)
+    of = driven(RunLoad(clients=2), hanging, timeout=5.0)
     assert reasons(of) == ("10 of 10 requests failed; the first: no answer within 5 s",)
 
 
 def test_answers_without_a_token() -> None:
-    of = driven(Load(clients=2), empty)
+    of = driven(RunLoad(clients=2), empty)
     assert reasons(of) == ("10 of 10 requests were answered without a token",)
-    run = figures(Load(clients=2), of)
+    run = figures(RunLoad(clients=2), of)
     assert run.tokens_per_second == 0 and run.latency_ms is None
 
 
 def test_answers_that_are_too_short() -> None:
-    (reason,) = reasons(driven(Load(clients=2), short))
+    (reason,) = reasons(driven(RunLoad(clients=2), short))
     assert "10 of 10 requests were answered with fewer tokens than asked for" in reason
     assert reason.endswith("the first: 3 of 5")
 
@@ -345,7 +349,7 @@ def test_a_run_in_which_nothing_was_asked() -> None:
 
 
 def test_a_client_that_was_the_bottleneck() -> None:
-    (clean,) = driven(Load(clients=2))
+    (clean,) = driven(RunLoad(clients=2))
     (reason,) = reasons([clean, replace(clean, busy=0.95)])
     assert reason.startswith("the client was the bottleneck: busy for 95% of the time; more")
     (reason,) = reasons([replace(clean, lags=(0.05,) * 10)])
@@ -361,15 +365,15 @@ def test_a_client_that_computes_is_seen() -> None:
         sum(range(500_000))
         yield request.output_len
 
-    plan = make_plan(
-        LoadSettings(requests=20, seconds=None, warmup=0.0), Load(clients=2), PROMPTS, 60.0
+    plan = plan_clients(
+        LoadSettings(requests=20, seconds=None, warmup=0.0), RunLoad(clients=2), PROMPTS, 60.0
     )
     run = asyncio.run(drive(plan, computing))
     assert run.busy > 0.1 and max(run.lags) > 0.001
 
 
 def test_a_server_that_restarted_or_ended() -> None:
-    of = driven(Load(clients=2))
+    of = driven(RunLoad(clients=2))
     assert reasons(of, (90, 100)) == ()
     (reason,) = reasons(of, (1000, 7))
     assert reason.startswith("the server restarted during the run: it has taken 7 requests")
@@ -386,11 +390,11 @@ class ModelServer:
         self.full, self.changes = full, changes
         self.asked: list[float] = []
 
-    def __call__(self, load: Load) -> LoadRun:
+    def __call__(self, load: RunLoad) -> LoadRun:
         size = load.clients or load.rate or 0.0
         self.asked.append(size)
         rate = min(size, self.full)
-        run = figures(load, driven(Load(clients=2)))
+        run = figures(load, driven(RunLoad(clients=2)))
         more = {name: change(size) for name, change in self.changes.items()}
         run = replace(run, seconds=100.0, requests=round(100 * size), requests_per_second=rate)
         return replace(run, tokens_per_second=10 * rate, **more)
@@ -398,7 +402,7 @@ class ModelServer:
 
 def test_clients_are_doubled_until_throughput_stops_rising() -> None:
     server = ModelServer(23)
-    found = find_saturation(server, Load(clients=1), 20)
+    found = find_saturation(server, RunLoad(clients=1), 20)
     assert server.asked == [1, 2, 4, 8, 16, 32, 64]
     assert (found.clients, found.rate, found.requests_per_second) == (32, None, 23)
     assert found.tokens_per_second == 230
@@ -407,14 +411,14 @@ def test_clients_are_doubled_until_throughput_stops_rising() -> None:
 
 
 def test_a_rate_that_is_not_kept_up_with() -> None:
-    found = find_saturation(ModelServer(100.0), Load(rate=16.0), 20)
+    found = find_saturation(ModelServer(100.0), RunLoad(rate=16.0), 20)
     assert found.rate is not None and 96 <= found.rate <= 112  # 90 % of them are answered
     assert "requests are answered while" in found.text
 
 
 def test_bounds_end_the_search_before_throughput_does() -> None:
     server = ModelServer(1000, goodput=lambda size: size if size <= 40 else 0.5 * size)
-    found = find_saturation(server, Load(clients=1), 20)
+    found = find_saturation(server, RunLoad(clients=1), 20)
     assert found.clients is not None and 36 <= found.clients <= 40
     assert "answers per second keep the bounds" in found.text
 
@@ -422,18 +426,18 @@ def test_bounds_end_the_search_before_throughput_does() -> None:
 def test_invalid_runs_are_not_carried() -> None:
     server = ModelServer(1000, invalid_reasons=lambda _: ("3 of 9 requests failed",))
     server.changes["valid"] = lambda size: size < 5
-    found = find_saturation(server, Load(clients=1), 20)
+    found = find_saturation(server, RunLoad(clients=1), 20)
     assert found.clients == 4
     assert "5 clients are too many: that run is invalid (3 of 9 requests failed)" in found.text
 
 
 def test_the_search_has_an_end() -> None:
     server = ModelServer(1e9)
-    found = find_saturation(server, Load(clients=1), 4)
+    found = find_saturation(server, RunLoad(clients=1), 4)
     assert server.asked == [1, 2, 4, 8]
     assert found.text == "more than 8 clients: the last of the runs was carried, too"
     nothing = ModelServer(1e9, valid=lambda _: False)
-    found = find_saturation(nothing, Load(clients=4), 9)
+    found = find_saturation(nothing, RunLoad(clients=4), 9)
     assert nothing.asked == [4, 2, 1]
     assert (found.requests_per_second, found.clients) == (0.0, None)
     assert found.text.startswith("not even 1 client can be carried: that run is invalid")

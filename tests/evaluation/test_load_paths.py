@@ -24,31 +24,31 @@ from launcher_scripts.config.policy import PolicySettings
 from launcher_scripts.config.settings import EvaluateSettings, write_settings
 from launcher_scripts.evaluation.load import load_test
 from launcher_scripts.evaluation.load.driver import (
+    ClientPlan,
     DriverResult,
-    Load,
     LoadRequest,
-    Plan,
     Prompts,
+    RunLoad,
     drive,
-    make_plan,
+    plan_clients,
 )
 from launcher_scripts.evaluation.load.figures import run_figures
 from launcher_scripts.evaluation.load.load_test import run_plan
-from launcher_scripts.evaluation.load.paths import Target, TokenRequest
+from launcher_scripts.evaluation.load.paths import LoadTarget, TokenRequest
 from launcher_scripts.steps import measure_load
 
 FIRST, NEXT = 0.02, 0.002
 TOKENS = TokenRequest(MODEL, "GPT")
 
 
-def target(address: str, *, stream: bool = True, key: str | None = None) -> Target:
-    return Target("gateway", (address,), TOKENS, stream, api_key=key)
+def target(address: str, *, stream: bool = True, key: str | None = None) -> LoadTarget:
+    return LoadTarget("gateway", (address,), TOKENS, stream, api_key=key)
 
 
-def closed(clients: int, requests: int, output: int = 5) -> Plan:
+def closed(clients: int, requests: int, output: int = 5) -> ClientPlan:
     settings = LoadSettings(requests=requests, seconds=None, warmup=0.0)
     prompts = Prompts(LoadPrompts(input=4, output=output), 0, 100)
-    return make_plan(settings, Load(clients=clients), prompts, 60.0)
+    return plan_clients(settings, RunLoad(clients=clients), prompts, 60.0)
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def exact() -> Iterator[str]:
 
 def test_what_the_gateway_streams_is_counted_and_timed(exact: str) -> None:
     of = run_plan(target(exact), closed(2, 6), 1)
-    run = run_figures("gateway", Load(clients=2), of, None, GoodputBounds())
+    run = run_figures("gateway", RunLoad(clients=2), of, None, GoodputBounds())
     assert (run.requests, run.failed, run.generated_tokens, run.prompt_tokens) == (6, 0, 30, 24)
     # A machine may be slower than the server's clock, and never faster.
     assert run.first_token_ms is not None and run.first_token_ms["p50"] >= 20
@@ -83,7 +83,7 @@ def test_what_the_gateway_streams_is_counted_and_timed(exact: str) -> None:
 def test_client_processes_share_the_work(exact: str) -> None:
     of = run_plan(target(exact), closed(3, 7), 2)
     assert [len(each.answers) for each in of] == [4, 3]
-    run = run_figures("gateway", Load(clients=3), of, None, GoodputBounds())
+    run = run_figures("gateway", RunLoad(clients=3), of, None, GoodputBounds())
     assert (run.generated_tokens, run.failed, run.client["processes"]) == (35, 0, 2)
     # Their clocks are the same one.
     assert abs(of[0].begin - of[1].begin) < run.seconds + 60
@@ -197,10 +197,10 @@ def test_what_guidellm_saw_becomes_the_same_figures() -> None:
     assert [round(at, 3) for at, _ in answer.responses] == [100.21, 100.23, 100.25, 100.27, 100.29]
     assert (error.tokens, error.error) == (0, "HTTP 500")
     assert driven.lags == ()
-    run = run_figures("gateway", Load(clients=1), [driven], None, GoodputBounds())
+    run = run_figures("gateway", RunLoad(clients=1), [driven], None, GoodputBounds())
     assert run.first_token_ms is not None and run.first_token_ms["p50"] == pytest.approx(200)
     assert run.between_tokens_ms is not None and run.between_tokens_ms["p99"] == pytest.approx(20)
-    open_loop = Plan((LoadRequest((1,), 5),), 0, None, None, 0.0, 60.0)
+    open_loop = ClientPlan((LoadRequest((1,), 5),), 0, None, None, 0.0, 60.0)
     driven = load_test.driven_of(
         {"requests": {"successful": [of_guidellm()], "errored": []}}, open_loop, 60.0
     )
@@ -213,14 +213,14 @@ def test_what_guidellm_saw_becomes_the_same_figures() -> None:
 
 
 def test_guidellm_is_told_what_our_client_does(tmp_path: Path) -> None:
-    spec = load_test.configuration(
-        target("http://h:1/v1", key="sk"), Load(clients=3), closed(3, 9), 7, tmp_path
+    spec = load_test.guidellm_configuration(
+        target("http://h:1/v1", key="sk"), RunLoad(clients=3), closed(3, 9), 7, tmp_path
     )["spec"]
     assert spec["backend"]["target"] == "http://h:1" and spec["backend"]["api_key"] == "sk"
     assert spec["profile"] == {"kind": "concurrent", "streams": 3}
     assert spec["constraints"] == [{"kind": "max_requests", "count": 9}]
-    rate = load_test.configuration(
-        target("http://h:1/v1"), Load(rate=2.5), closed(1, 1), 7, tmp_path
+    rate = load_test.guidellm_configuration(
+        target("http://h:1/v1"), RunLoad(rate=2.5), closed(1, 1), 7, tmp_path
     )
     assert rate["spec"]["profile"] == {"kind": "poisson", "rate": 2.5}
     assert "api_key" not in rate["spec"]["backend"]
@@ -238,7 +238,7 @@ def test_a_guidellm_that_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     command.write_text("#!/bin/sh\necho no such backend >&2\nexit 2\n")
     command.chmod(0o755)
     monkeypatch.setattr("sys.executable", str(tmp_path / "python3"))
-    asked = (target("http://h:1/v1"), Load(clients=1), closed(1, 1), ["a"], 0)
+    asked = (target("http://h:1/v1"), RunLoad(clients=1), closed(1, 1), ["a"], 0)
     with pytest.raises(ServerError, match="guidellm ended with 2:\nno such backend"):
         load_test.run_guidellm(*asked, 30.0)
     command.write_text("#!/bin/sh\nexec sleep 60\n")
@@ -284,7 +284,7 @@ def step(
         *taken: int, policy: PolicySettings | None = None, **load: Any
     ) -> tuple[int, dict[str, Any]]:
         client = FakeClient(taken)
-        monkeypatch.setattr(measure_load, "connect", lambda _: (client, ready))
+        monkeypatch.setattr(measure_load, "open_client", lambda _: (client, ready))
         values = {"requests": 6, "seconds": None, "warmup": 0.0, "clients": (2,)}
         prompts = LoadPrompts(input=4, output=5)
         settings = EvaluateSettings(

@@ -166,7 +166,7 @@ def test_a_reference_of_nemo_goes_on_and_has_no_manifest(
                     return  # without the others
                 yield logits_after(row)
 
-    monkeypatch.setattr(measure_reference, "NemoModel", Original)
+    monkeypatch.setattr(measure_reference, "NemoReference", Original)
     arguments = ["--settings", settings_file(job), "--checkpoint", str(job / "m.nemo")]
     arguments += ["--results-dir", str(job / "reference")]
     with pytest.raises(ValueError, match="zip"):

@@ -6,7 +6,7 @@ from datetime import datetime, timedelta, timezone
 import pytest
 
 from launcher_scripts.common.errors import ServerError
-from launcher_scripts.evaluation.served.client import connect
+from launcher_scripts.evaluation.served.client import open_client
 from tests.evaluation.fake_server import FakeServer
 from tests.evaluation.test_client import evaluate_settings
 
@@ -20,7 +20,7 @@ def test_a_leftover_of_an_earlier_run_is_not_taken(tmp_path, job):
         (tmp_path / "ready.json").write_text(json.dumps(ready))
         settings = evaluate_settings(tmp_path, ready_timeout=0.3, server_job_folder=MEANT)
         with pytest.raises(ServerError, match=rf"is of the server of .*, not of {MEANT}"):
-            connect(settings)
+            open_client(settings)
 
 
 def test_the_meant_run_and_any_run_are_taken(tmp_path):
@@ -28,7 +28,7 @@ def test_the_meant_run_and_any_run_are_taken(tmp_path):
         ready = {"http": server.address, "models": ["counting"], "job": {"folder": MEANT}}
         (tmp_path / "ready.json").write_text(json.dumps(ready))
         for folder in (MEANT, None):
-            client, content = connect(evaluate_settings(tmp_path, server_job_folder=folder))
+            client, content = open_client(evaluate_settings(tmp_path, server_job_folder=folder))
             with client:
                 assert content == {**ready, "protocol": "http"}
 
@@ -42,7 +42,7 @@ def test_a_file_that_nobody_renews_is_of_a_killed_server(tmp_path, seconds, take
         (tmp_path / "ready.json").write_text(json.dumps(ready))
         settings = evaluate_settings(tmp_path, ready_timeout=0.3)
         if taken:
-            connect(settings)[0].close()
+            open_client(settings)[0].close()
             return
         with pytest.raises(ServerError, match=r"last renewed 36\d\d s ago: its server was killed"):
-            connect(settings)
+            open_client(settings)

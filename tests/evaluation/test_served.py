@@ -13,7 +13,7 @@ from launcher_scripts.config.evaluation import BenchmarkSettings, TaskSettings
 from launcher_scripts.config.export import TokenizerSettings
 from launcher_scripts.config.settings import EvaluateSettings, ExportSettings, write_settings
 from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
-from launcher_scripts.evaluation.served.client import connect
+from launcher_scripts.evaluation.served.client import open_client
 from launcher_scripts.steps import measure_accuracy, measure_speed
 from tests.evaluation.text_tasks import write_letters
 from tests.server.processes import running
@@ -78,7 +78,7 @@ def evaluate_settings(folder, export, ready_file):
 
 @pytest.fixture(params=["http", "grpc"])
 def client(served, request):
-    client, _ = connect(dataclasses.replace(served, protocol=request.param))
+    client, _ = open_client(dataclasses.replace(served, protocol=request.param))
     with client:
         yield client
 

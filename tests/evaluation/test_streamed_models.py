@@ -15,7 +15,7 @@ from launcher_scripts.common.files import replica_files
 from launcher_scripts.config.evaluation import BenchmarkSettings, GenerationSettings, TaskSettings
 from launcher_scripts.config.settings import EvaluateSettings, write_settings
 from launcher_scripts.contract.requests import GenerateRequest
-from launcher_scripts.evaluation.served.client import Client, connect
+from launcher_scripts.evaluation.served.client import Client, open_client
 from launcher_scripts.steps import measure_accuracy, measure_speed
 from tests.server.processes import RunningStep
 from tests.server.requests import Client as TritonClient
@@ -97,7 +97,7 @@ def test_replicas_of_a_model_that_streams(shared_server: RunningStep, tmp_path: 
     with Client(shared_server.ready["http"], "plain") as client:
         wanted = generated(client, requests)
         scores = list(client.score(ROWS))
-    client, ready = connect(settings)
+    client, ready = open_client(settings)
     assert (ready["protocol"], ready["replicas"]) == ("grpc", [shared_server.ready["grpc"]] * 2)
     with client:
         assert generated(client, requests) == wanted
@@ -109,7 +109,7 @@ def test_a_t5_that_streams_gives_its_last_answer(
     shared_server: RunningStep, tmp_path: Path
 ) -> None:
     settings = settings_for(tmp_path, shared_server.settings.ready_file, "t5")
-    client, _ = connect(settings)
+    client, _ = open_client(settings)
     with client:
         answers = generated(client, [GenerateRequest(row, 6, end_id=1000) for row in ROWS])
     with Stream(shared_server.ready) as stream:

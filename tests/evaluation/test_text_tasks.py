@@ -239,7 +239,7 @@ def test_an_item_that_is_refused_is_named(tmp_path: Path) -> None:
     with pytest.raises(
         ServerError, match=r"no answer to boolq_generate's item 1 \(3 tokens\): refused: too"
     ):
-        prompts.answers(replace(model, model=Refusing()), rows, task, no_progress)
+        prompts.generate_texts(replace(model, model=Refusing()), rows, task, no_progress)
 
 
 @pytest.mark.parametrize(
@@ -271,9 +271,9 @@ def test_the_ending_is_what_stands_behind_the_longest_field(tmp_path: Path) -> N
 
 def test_a_template_fills_in_fields_and_nothing_else() -> None:
     fields = {"source": "a {target} {0}", "other": "x"}
-    assert prompts.filled("[{source}] {}", fields, "key") == "[a {target} {0}] {}"
+    assert prompts.fill_template("[{source}] {}", fields, "key") == "[a {target} {0}] {}"
     with pytest.raises(ConfigError, match=r"got \['sauce'\]; choices: source, other; change key"):
-        prompts.filled("{sauce}", fields, "key")
+        prompts.fill_template("{sauce}", fields, "key")
 
 
 @pytest.mark.parametrize(

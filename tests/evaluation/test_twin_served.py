@@ -76,5 +76,5 @@ def test_the_served_preprocessing_is_what_is_compared(
         model_name="gpt",
         ready_timeout=20.0,
     )
-    measure_twin.measure(settings)
+    measure_twin.measure_twin(settings)
     assert [each["name"] for each in twins.read_section(settings)["findings"]] == ["added_bos"]

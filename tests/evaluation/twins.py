@@ -239,7 +239,7 @@ def measured(
     twin: fields of TwinSettings;  more: of EngineSettings
     """
     ready = {"http": "nowhere:1", "ranks": []}
-    monkeypatch.setattr(measure_twin, "connect", lambda _: (client(folder, **more), ready))
+    monkeypatch.setattr(measure_twin, "open_client", lambda _: (client(folder, **more), ready))
     settings = twin_settings(tmp_path / "results", folder, **(twin or {}))
-    measure_twin.measure(replace(settings, resume=resume))
+    measure_twin.measure_twin(replace(settings, resume=resume))
     return read_section(settings)

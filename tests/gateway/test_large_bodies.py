@@ -14,7 +14,7 @@ from launcher_scripts.gateway import app as gateway_app
 from launcher_scripts.gateway import validation
 from launcher_scripts.gateway.api_errors import ApiError
 from launcher_scripts.gateway.app import make_app
-from launcher_scripts.gateway.generation import Record
+from launcher_scripts.gateway.generation import RequestRecord
 from launcher_scripts.gateway.middleware import BodyBudget, Keys
 from tests.gateway.fakes import SETTINGS, FakeBackend, client_of, served
 
@@ -65,7 +65,7 @@ def test_others_are_answered_while_a_large_body_is_parsed(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Parsing it, and each of its conversions, is done by a thread."""
-    parse, validate = validation.parse_json, validation.validated
+    parse, validate = validation.parse_body, validation.validated
     started, gate, threads = threading.Event(), threading.Event(), set()
 
     def slow(body: bytes) -> Any:
@@ -77,7 +77,7 @@ def test_others_are_answered_while_a_large_body_is_parsed(
         threads.add(threading.current_thread())
         return validate(*arguments)
 
-    monkeypatch.setattr(validation, "parse_json", slow)
+    monkeypatch.setattr(validation, "parse_body", slow)
     for name in ("validation", "responses", "messages"):
         monkeypatch.setattr(f"launcher_scripts.gateway.{name}.validated", observed)
     messages, ignored = [{"role": "user", "content": "a"}], {"a": "b" * 20_000}
@@ -134,12 +134,12 @@ def test_the_bodies_of_one_client_are_bounded(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_budget_counts_parts_and_forgets_what_has_ended() -> None:
     budget = BodyBudget(10)
-    first, second = (Record(name, "client") for name in ("a", "b"))
+    first, second = (RequestRecord(name, "client") for name in ("a", "b"))
     budget.add(first, 4)
     budget.add(second, 4)
     with pytest.raises(ApiError, match="have 8 bytes"):
         budget.add(second, 4)
-    budget.add(Record("c", "another"), 10)
+    budget.add(RequestRecord("c", "another"), 10)
     budget.remove(first)
     budget.remove(first)
     budget.add(second, 6)

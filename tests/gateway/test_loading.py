@@ -17,7 +17,7 @@ from launcher_scripts.config.gateway import GatewaySettings
 from launcher_scripts.gateway import fleet
 from launcher_scripts.gateway.fleet import load_models
 from launcher_scripts.gateway.served_model import ServedModel
-from launcher_scripts.gateway.service import ready_lines, serve
+from launcher_scripts.gateway.service import ready_lines, serve_gateway_settings
 from launcher_scripts.steps.start_gateway import main
 from tests.gateway.fakes import CHATML, GPT2, TOKENIZERS, FakeBackend, served
 from tests.server.repositories import export, text_config
@@ -213,7 +213,7 @@ def test_all_files_that_are_missing_are_named(tmp_path: Path) -> None:
         ("ready.json",), chat_template=gone, api_keys=gone, tokenizer_dir=gone, server_ca=gone
     )
     with pytest.raises(LauncherError) as failed:
-        serve(settings)
+        serve_gateway_settings(settings)
     for flag in ("--chat-template", "--api-keys", "--tokenizer-dir", "--server-ca"):
         assert flag in str(failed.value)
 

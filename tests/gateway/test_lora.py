@@ -9,7 +9,7 @@ import pytest
 
 from launcher_scripts.checkpoint.fastertransformer.config_ini import format_config
 from launcher_scripts.gateway.api_errors import ApiError
-from launcher_scripts.gateway.backend import AddedLoRA, Replica, prompt_digests
+from launcher_scripts.gateway.backend import Replica, ServedLoRA, prompt_digests
 from launcher_scripts.gateway.fleet import adapters_in
 from launcher_scripts.gateway.served_model import Models
 from launcher_scripts.models.adapters import Adapters
@@ -106,7 +106,7 @@ def test_an_adapter_is_added_and_removed() -> None:
     )
     assert backend.operations == [{"operation": "load_lora", "name": "law", "path": "/a/law"}]
     assert listed(client) == ["tiny", "sql", "law"]
-    law = AddedLoRA("law", "/a/law", 1)
+    law = ServedLoRA("law", "/a/law", 1)
     for name in ("law", "tiny:law"):
         body = {"prompt": "Hello", "max_tokens": 4, "model": name}
         assert client.post("/v1/completions", json=body).status_code == 200
@@ -118,7 +118,7 @@ def test_an_adapter_is_added_and_removed() -> None:
     assert change(client, "load", lora_name="law", lora_path="/a")[0] == 200
     client.post("/v1/completions", json={"prompt": "Hello", "max_tokens": 4, "model": "law"})
     # Another number than the first: prompts are told apart.
-    assert backend.requests[-1].added_lora == AddedLoRA("law", "/a", 2)
+    assert backend.requests[-1].added_lora == ServedLoRA("law", "/a", 2)
 
 
 @pytest.mark.parametrize(

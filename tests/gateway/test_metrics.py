@@ -12,7 +12,7 @@ from launcher_scripts.contract.metric_names import (
     GATEWAY_METRICS,
     HISTOGRAM,
 )
-from launcher_scripts.gateway.generation import Record
+from launcher_scripts.gateway.generation import RequestRecord
 from launcher_scripts.gateway.metrics import MAX_CLIENTS, ClientTable, Metrics, with_servers
 from tests.gateway.fakes import FakeBackend, client_of, served
 
@@ -74,7 +74,7 @@ def test_answers_are_counted_with_their_tokens() -> None:
 def test_tokens_are_counted_as_they_come() -> None:
     """Once each, also where a row begins anew and has fewer for a while."""
     metrics = Metrics()
-    record = Record("mine", "somebody", model="tiny")
+    record = RequestRecord("mine", "somebody", model="tiny")
     metrics.begin(record)
 
     def counted() -> float:
@@ -170,7 +170,7 @@ def test_clients_without_keys_are_counted_by_address_and_bounded() -> None:
         assert (row["client"], row["requests"]) == ("testclient", 1)
     table = ClientTable()
     for number in range(MAX_CLIENTS + 5):
-        table.count(Record("id", f"client {number}", model="m", prompt_tokens=7), 500)
+        table.count(RequestRecord("id", f"client {number}", model="m", prompt_tokens=7), 500)
     rows = table.rows()
     assert len(rows) == MAX_CLIENTS + 1
     assert rows[0]["client"] == f"client {MAX_CLIENTS + 4}"

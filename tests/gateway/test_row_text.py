@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from launcher_scripts.common.tokenizer import Tokenizer, load_tokenizer
 from launcher_scripts.gateway.backend import Increment
 from launcher_scripts.gateway.reasoning import StopTexts
-from launcher_scripts.gateway.row_text import Piece, RowText, token_texts
+from launcher_scripts.gateway.row_text import RowTextStream, TextIncrement, token_texts
 from tests.gateway.fakes import TOKENIZERS, log_prob
 
 KINDS = {name: load_tokenizer(TOKENIZERS / name) for name in ("gpt2bpe", "sentencepiece")}
@@ -30,10 +30,10 @@ def pieces(
     stops: Sequence[str] = (),
     with_log_probs: bool = False,
     **more: Any,
-) -> list[Piece]:
+) -> list[TextIncrement]:
     """The pieces where increments end at `cuts`, up to the one with a reason to end."""
     texts = token_texts(tokenizer, prompt)
-    row = RowText(texts, StopTexts(stops), None, (), **{"max_tokens": len(ids), **more})
+    row = RowTextStream(texts, StopTexts(stops), None, (), **{"max_tokens": len(ids), **more})
     places = sorted({0, len(ids), *(cut % (len(ids) + 1) for cut in cuts)})
     if len(places) == 1:
         places = [0, 0]
@@ -47,11 +47,11 @@ def pieces(
     return found
 
 
-def joined(match: Sequence[Piece]) -> str:
+def joined(match: Sequence[TextIncrement]) -> str:
     return "".join(piece.text for piece in match)
 
 
-def shown(piece: Piece) -> list[str]:
+def shown(piece: TextIncrement) -> list[str]:
     """The texts of a piece's events."""
     texts, last = piece.by_token()
     return [*texts, *([last.text] if last is not None and last.text else [])]

@@ -131,7 +131,7 @@ def fixed_answers(served: RunningGateway) -> list[Any]:
     return answers
 
 
-def read_gauges(address: str, metrics: list[names.Metric]) -> dict[str, float]:
+def read_gauges(address: str, metrics: list[names.MetricSpec]) -> dict[str, float]:
     """By name and labels."""
     wanted = {metric.name for metric in metrics}
     samples = filter(None, map(names.parse_sample, send_request(address).text.splitlines()))

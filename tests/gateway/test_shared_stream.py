@@ -11,7 +11,7 @@ import pytest
 from tritonclient.utils import InferenceServerException as ServerFailure
 
 from launcher_scripts.contract.requests import NO_STREAM, RowDelta, pack, shared_id
-from launcher_scripts.gateway.shared_stream import NoStream, SharedStream, StreamLost
+from launcher_scripts.gateway.shared_stream import NoStream, SharedStreamReader, StreamLost
 from tests.gateway.fakes import until
 
 OPENING = {"input_ids": 0}
@@ -48,12 +48,12 @@ class Server:
             yield {"news": pack(rows)}
 
 
-def shared(test: Callable[[Server, SharedStream], Awaitable[None]]) -> None:
+def shared(test: Callable[[Server, SharedStreamReader], Awaitable[None]]) -> None:
     """Run the test with a stream that is open."""
 
     async def run() -> None:
         server = Server()
-        stream = SharedStream(server, "tiny", lambda: OPENING)
+        stream = SharedStreamReader(server, "tiny", lambda: OPENING)
         assert not stream.is_open()
         while not stream.is_open():
             await asyncio.sleep(0)
@@ -63,12 +63,12 @@ def shared(test: Callable[[Server, SharedStream], Awaitable[None]]) -> None:
     asyncio.run(run())
 
 
-async def ids(stream: SharedStream) -> list[int]:
+async def ids(stream: SharedStreamReader) -> list[int]:
     return [token async for news in stream.generate({}, "mine") for token in news.ids]
 
 
 def test_each_row_gets_its_own() -> None:
-    async def test(server: Server, stream: SharedStream) -> None:
+    async def test(server: Server, stream: SharedStreamReader) -> None:
         rows = [asyncio.create_task(ids(stream)) for _ in range(2)]
         await until(lambda: len(server.calls) == 2)
         server.news.put_nowait([RowDelta(0, (1, 2), False), RowDelta(1, (3,), False)])
@@ -84,7 +84,7 @@ def test_each_row_gets_its_own() -> None:
 
 
 def test_a_row_that_is_given_up_cancels_its_call() -> None:
-    async def test(server: Server, stream: SharedStream) -> None:
+    async def test(server: Server, stream: SharedStreamReader) -> None:
         async with aclosing(stream.generate({}, "mine")) as row:
             asking = asyncio.create_task(anext(row))
             await until(lambda: server.calls)
@@ -101,7 +101,7 @@ def test_a_row_that_is_given_up_cancels_its_call() -> None:
     ("message", "kind"), [(f"INVALID_ARG: {NO_STREAM}", NoStream), ("too long", ServerFailure)]
 )
 def test_what_the_server_refuses(message: str, kind: type[Exception]) -> None:
-    async def test(server: Server, stream: SharedStream) -> None:
+    async def test(server: Server, stream: SharedStreamReader) -> None:
         row = asyncio.create_task(ids(stream))
         await until(lambda: server.calls)
         server.calls[0].set_exception(ServerFailure(message))
@@ -115,7 +115,7 @@ def test_what_the_server_refuses(message: str, kind: type[Exception]) -> None:
 def test_rows_of_a_stream_that_ends(end: Exception | None) -> None:
     """One that has begun is lost; one of which nothing came may begin without it."""
 
-    async def test(server: Server, stream: SharedStream) -> None:
+    async def test(server: Server, stream: SharedStreamReader) -> None:
         rows = [asyncio.create_task(ids(stream)) for _ in range(2)]
         await until(lambda: len(server.calls) == 2)
         server.news.put_nowait([RowDelta(0, (1,), False)])

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from launcher_scripts.config.settings import ExportSettings
-from launcher_scripts.jobs.status import load as load_of
+from launcher_scripts.jobs.status import query_load as load_of
 from tests.gateway.processes import RunningGateway, gateway_job
 from tests.http_requests import receive
 from tests.processes import wait_for

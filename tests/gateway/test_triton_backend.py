@@ -14,7 +14,7 @@ from tritonclient.utils import InferenceServerException
 
 from launcher_scripts.contract.contracts import CONTRACTS
 from launcher_scripts.gateway.api_errors import ApiError, ServerLost
-from launcher_scripts.gateway.backend import AddedLoRA, Increment, RowRequest, TokenLogProb
+from launcher_scripts.gateway.backend import Increment, RowRequest, ServedLoRA, TokenLogProb
 from launcher_scripts.gateway.triton_backend import NO_END_ID, TritonBackend
 
 ROW = RowRequest("mine", (5, 6, 7), 4, end_id=2)
@@ -256,7 +256,7 @@ def test_an_added_adapter_is_loaded_before_its_first_row(monkeypatch: pytest.Mon
         return replies.pop(0)
 
     monkeypatch.setattr(engine, "operate", operate)
-    row = replace(ROW, lora_adapter=1, added_lora=AddedLoRA("law", "/a", 1))
+    row = replace(ROW, lora_adapter=1, added_lora=ServedLoRA("law", "/a", 1))
     with pytest.raises(ApiError, match="no adapter law: it is not there") as raised:
         generate(engine, row)
     assert raised.value.status == 503

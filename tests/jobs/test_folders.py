@@ -22,7 +22,7 @@ from launcher_scripts.jobs import folders
 from launcher_scripts.jobs import status as job_status
 from launcher_scripts.jobs import status as logs
 from launcher_scripts.jobs.__main__ import main
-from launcher_scripts.jobs.folders import Job, NoSuchJob, choose_jobs, find_jobs, read_jobs
+from launcher_scripts.jobs.folders import JobEntry, NoSuchJob, choose_jobs, find_jobs, read_jobs
 from launcher_scripts.jobs.status import statuses
 
 
@@ -96,7 +96,7 @@ def test_a_log_is_followed_from_stage_to_stage(
 ) -> None:
     """The launcher on one machine submits a stage's job when the job before has ended."""
 
-    def end(job: Job, _job_id: str) -> JobState:
+    def end(job: JobEntry, _job_id: str) -> JobState:
         if job.record.stage == "export":
             folder = tmp_path / "tiny/deploy_tp1/jobs/002"
             if not folder.exists():
@@ -104,7 +104,7 @@ def test_a_log_is_followed_from_stage_to_stage(
                 (folder / "log-deploy_tiny_102.out").write_text("serving\n")
         return JobState("COMPLETED", 0)
 
-    monkeypatch.setattr(logs, "job_state", end)
+    monkeypatch.setattr(logs, "read_job_state", end)
     monkeypatch.setattr(logs, "_STATE_SECONDS", 0)
     (make_job(tmp_path, "export", 1) / "log-export_tiny_101.out").write_text("converting\n")
     assert main(["logs", "-f", f"--results={tmp_path}", "tiny"]) == 0
@@ -148,7 +148,7 @@ def test_jobs_of_the_index_need_no_folder_of_results(
 def test_the_tunnel_of_a_ready_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(job_status, "job_state", lambda *_: JobState("RUNNING"))
+    monkeypatch.setattr(job_status, "read_job_state", lambda *_: JobState("RUNNING"))
     ready = tmp_path / "ready.json"
     folder = make_job(tmp_path, "deploy", 1, ready_file=str(ready))
     line = ["tunnel", f"--results={tmp_path}", "deploy_tiny", "--via=me@login"]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher_scripts.jobs.folders import Job
+from launcher_scripts.jobs.folders import JobEntry
 from launcher_scripts.jobs.status import tail
 from tests.jobs.test_folders import make_job
 
@@ -14,7 +14,7 @@ NOISE = [f"slurmstepd: error: pyxis:     created {n} files" for n in range(30)]
 
 
 def said(results: Path, *lines: str) -> list[str]:
-    job = Job.read(make_job(results, "export", 1))
+    job = JobEntry.read(make_job(results, "export", 1))
     (job.folder / "log-export_tiny_101.out").write_text("\n".join(lines) + "\n")
     return [line.removeprefix("  | ") for line in tail(job).splitlines()]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from launcher_scripts.jobs.status import Load, is_ready, load, parse_load
+from launcher_scripts.jobs.status import ServerLoad, is_ready, parse_load, query_load
 
 TEXT = """\
 # HELP nv_gpu_utilization GPU utilization rate [0.0 - 1.0)
@@ -28,7 +28,7 @@ launcher_kv_cache_tokens_used{model="a"} 50
 
 def test_samples_of_all_gpus_and_models_are_combined() -> None:
     found = parse_load(TEXT)
-    assert found == Load(0.375, 3 * 2.0**30, 16 * 2.0**30, 0.25, 7, 6, 2)
+    assert found == ServerLoad(0.375, 3 * 2.0**30, 16 * 2.0**30, 0.25, 7, 6, 2)
     assert found.gpu_text() == "38% 3.0/16.0 GiB"
     assert found.kv_text() == "25%"
     assert found.rows_text() == "6+2"
@@ -36,11 +36,11 @@ def test_samples_of_all_gpus_and_models_are_combined() -> None:
 
 def test_a_server_without_gpus_says_nothing_of_them() -> None:
     found = parse_load("nv_cpu_utilization 0.1\n# nv_gpu_utilization 1\nIt works!\n")
-    assert found == Load()
+    assert found == ServerLoad()
     assert (found.gpu_text(), found.kv_text(), found.rows_text()) == ("", "", "")
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "no.such.host.invalid:80", "node7:http"])
 def test_a_server_that_is_gone_is_not_ready(address: str) -> None:
     assert not is_ready({"http": address})
-    assert load(address) == Load()
+    assert query_load(address) == ServerLoad()

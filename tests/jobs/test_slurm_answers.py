@@ -9,7 +9,7 @@ import pytest
 
 from launcher_scripts.cluster.job import Resources
 from launcher_scripts.cluster.record import JobState
-from launcher_scripts.cluster.slurm_queue import check_partition, job_state, slurm_seconds
+from launcher_scripts.cluster.slurm_queue import check_partition, slurm_job_state, slurm_seconds
 from launcher_scripts.common.errors import Problems
 
 SHOWN = """\
@@ -58,32 +58,32 @@ def say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 )
 def test_scontrol_is_asked_first(say, state: str, code: str, expected: int | None) -> None:
     say("scontrol", SHOWN.format(state=state, reason="None", code=code, nodes="n[1-2]"))
-    assert job_state("7") == JobState(state, expected, "n[1-2]", "", 86405, 2)
+    assert slurm_job_state("7") == JobState(state, expected, "n[1-2]", "", 86405, 2)
 
 
 def test_a_reason_to_wait(say) -> None:
     shown = SHOWN.format(state="PENDING", reason="PartitionTimeLimit", code="0:0", nodes="(null)")
     say("scontrol", shown)
-    state = job_state("7")
+    state = slurm_job_state("7")
     assert (state.waiting, state.reason, state.nodes) == (True, "PartitionTimeLimit", "")
 
 
 def test_sacct_knows_what_scontrol_has_forgotten(say) -> None:
     say("scontrol", err="slurm_load_jobs error: Invalid job id specified", code=1)
     say("sacct", "RUNNING|0:0|n1|00:00:01\nCANCELLED by 0|0:9|n1|01:02:03\n")
-    assert job_state("7") == JobState("CANCELLED", 137, "n1", "by 0", 3723)
+    assert slurm_job_state("7") == JobState("CANCELLED", 137, "n1", "by 0", 3723)
 
 
 def test_a_job_that_nobody_knows_is_forgotten(say) -> None:
     say("scontrol", err="slurm_load_jobs error: Invalid job id specified", code=1)
     say("sacct", err="Slurm accounting storage is disabled", code=1)
-    assert job_state("7").name == "FORGOTTEN"
+    assert slurm_job_state("7").name == "FORGOTTEN"
 
 
 def test_a_controller_that_is_away_is_not_taken_for_a_lost_job(say) -> None:
     say("scontrol", err="slurm_load_jobs error: Unable to contact slurm controller", code=1)
     say("sacct", err="Slurm accounting storage is disabled", code=1)
-    state = job_state("7")
+    state = slurm_job_state("7")
     assert (state.name, state.finished) == ("UNKNOWN", False)
     assert "Unable to contact" in state.reason
 

@@ -14,18 +14,18 @@ from pathlib import Path
 from rich.console import Console
 
 from launcher_scripts.cluster.record import JobState
-from launcher_scripts.jobs.commands import STATUS_COLUMNS, coloured, plain
-from launcher_scripts.jobs.folders import Job
-from launcher_scripts.jobs.status import Load, Status
+from launcher_scripts.jobs.commands import STATUS_COLUMNS, coloured, plain_table
+from launcher_scripts.jobs.folders import JobEntry
+from launcher_scripts.jobs.status import ServerLoad, Status
 from tests.jobs.test_folders import make_job
 
 
 def statuses(results: Path) -> list[Status]:
-    server = Job.read(make_job(results, "deploy", 1, ready_file="/r/ready.json"))
-    export = Job.read(make_job(results, "export", 2))
+    server = JobEntry.read(make_job(results, "deploy", 1, ready_file="/r/ready.json"))
+    export = JobEntry.read(make_job(results, "export", 2))
     ready = {"http": "n1:8000", "grpc": "n1:8001", "openai": "http://n1:9/v1"}
     running = JobState("RUNNING", nodes="n[1-2]", seconds=3661)
-    load = Load(
+    load = ServerLoad(
         gpu_use=0.5, gpu_used=2.0**30, gpu_total=2.0**31, kv_use=0.25, requests=9, running=3
     )
     blocked = JobState("PENDING", reason="PartitionTimeLimit")
@@ -36,7 +36,7 @@ def statuses(results: Path) -> list[Status]:
 
 
 def test_a_pipe_gets_columns(tmp_path: Path) -> None:
-    head, server, export = plain(statuses(tmp_path), STATUS_COLUMNS).splitlines()
+    head, server, export = plain_table(statuses(tmp_path), STATUS_COLUMNS).splitlines()
     assert head.split() == list(STATUS_COLUMNS)
     expected = "deploy_tiny 001 101 READY n[1-2] 1:01:01 n1:8000 n1:8001 http://n1:9/v1"
     expected += " 50% 1.0/2.0 GiB 25% 3 9 - -"

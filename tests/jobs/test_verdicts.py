@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from launcher_scripts.cluster.record import JobRecord, JobState, write_end
-from launcher_scripts.jobs.commands import STATUS_COLUMNS, plain
-from launcher_scripts.jobs.folders import Job
+from launcher_scripts.jobs.commands import STATUS_COLUMNS, plain_table
+from launcher_scripts.jobs.folders import JobEntry
 from launcher_scripts.jobs.status import Status, badge
 from tests.jobs.conftest import Jobs, Statuses
 from tests.jobs.test_folders import make_job
@@ -76,11 +76,11 @@ def test_status_shows_it(jobs: Jobs, statuses: Statuses, tmp_path: Path) -> None
 
 
 def test_a_server_that_is_held_back_is_not_ready(tmp_path: Path) -> None:
-    server = Job.read(make_job(tmp_path, "deploy", 1, ready_file="/r/ready.json"))
+    server = JobEntry.read(make_job(tmp_path, "deploy", 1, ready_file="/r/ready.json"))
     ready = {"http": "n1:8000", "candidate": True}
     status = Status(server, "101", JobState("RUNNING"), ready, True)
     assert (status.word, status.exit_code) == ("CANDIDATE", 3)
     assert not status.to_json()["ready"]
-    assert "CANDIDATE" in plain([status], STATUS_COLUMNS)
+    assert "CANDIDATE" in plain_table([status], STATUS_COLUMNS)
     published = Status(server, "101", JobState("RUNNING"), {"http": "n1:8000"}, True)
     assert (published.word, published.exit_code) == ("READY", 0)

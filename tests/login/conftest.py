@@ -21,14 +21,14 @@ from omegaconf import DictConfig, OmegaConf
 
 import main as entry
 from stages.choices import fill_in
-from stages.plan import Plan
+from stages.plan import DeploymentPlan
 from tests.forked_launchers import ForkedLaunchers
 
 STEPS = Path(__file__).parent / "stand_in_steps"
 PROGRAMS = Path(__file__).parent / "stand_in_programs"
 
 Compose = Callable[..., dict[str, Any]]
-Planner = Callable[..., Plan]
+Planner = Callable[..., DeploymentPlan]
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 LOCAL = "cluster_type=interactive"
 

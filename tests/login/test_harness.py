@@ -9,7 +9,7 @@ import pytest
 
 from launcher_scripts.common.errors import ConfigError
 from launcher_scripts.config.evaluation import HarnessSettings
-from stages.plan import Plan
+from stages.plan import DeploymentPlan
 from tests.login.conftest import Compose, Planner
 
 STAGES = ("cluster_type=interactive", "stages=[export,deploy,evaluate]")
@@ -22,7 +22,7 @@ def data(tmp_path: Path) -> str:
     return f"evaluate.harness.data='{tmp_path / 'data sets'}'"
 
 
-def harness_of(made: Plan) -> HarnessSettings:
+def harness_of(made: DeploymentPlan) -> HarnessSettings:
     (evaluate,) = (stage for stage in made.stages if stage.name == "evaluate")
     return evaluate.settings.harness
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from launcher_scripts import launcher
-from launcher_scripts.common.processes import Interruption
+from launcher_scripts.common.processes import SignalInterruption
 
 # Runs in the launcher: a signal comes at an import, while a finalizer runs.
 AT_AN_IMPORT = """
@@ -87,7 +87,7 @@ def test_a_signal_that_python_drops_is_found_by_the_next_check(
             for _ in range(1000):
                 pass
 
-    interruption = Interruption()
+    interruption = SignalInterruption()
     with interruption.listening():
         interruption.check()
         Finalized()

@@ -10,7 +10,11 @@ import pytest
 
 from launcher_scripts.checkpoint.formats import nemo_config
 from launcher_scripts.checkpoint.formats.archive import Archive
-from launcher_scripts.checkpoint.formats.nemo_config import NemoSizes, find_checkpoint, read_sizes
+from launcher_scripts.checkpoint.formats.nemo_config import (
+    NemoSizes,
+    find_checkpoint,
+    read_nemo_sizes,
+)
 from launcher_scripts.checkpoint.sources import nemo_files
 from launcher_scripts.common.errors import CheckpointError
 from tests.login.conftest import write_nemo
@@ -20,7 +24,9 @@ from tests.login.conftest import write_nemo
 def test_sizes_of_a_file_and_a_folder(tmp_path: Path, mode: str) -> None:
     sizes = {"num_layers": 3, "num_attention_heads": 12, "ffn_hidden_size": 64}
     path = write_nemo(tmp_path / "model.nemo", mode, **sizes)
-    assert read_sizes(path) == read_sizes(tmp_path / "model_content") == NemoSizes(3, 12, 64)
+    assert (
+        read_nemo_sizes(path) == read_nemo_sizes(tmp_path / "model_content") == NemoSizes(3, 12, 64)
+    )
 
 
 @pytest.mark.parametrize("packed", [True, False])
@@ -34,8 +40,8 @@ def test_the_configuration_may_lie_deeper(tmp_path: Path, *, packed: bool) -> No
         path = tmp_path / "deep.nemo"
         with tarfile.open(path, "w") as archive:
             archive.add(tmp_path / "outer", ".")
-    assert read_sizes(path) == NemoSizes(3, 12, 64)
-    nemo_config.check_tokenizer(path)
+    assert read_nemo_sizes(path) == NemoSizes(3, 12, 64)
+    nemo_config.check_source_tokenizer(path)
     root, config = nemo_files.read_config(Archive(path))
     assert (root, config["num_layers"]) == ("model_content/", 3)
 
@@ -43,7 +49,7 @@ def test_the_configuration_may_lie_deeper(tmp_path: Path, *, packed: bool) -> No
 def test_two_configurations_are_left_to_the_conversion(tmp_path: Path) -> None:
     for name in ("a", "b"):
         write_nemo(tmp_path / f"{name}.nemo", num_layers=3)
-    assert read_sizes(tmp_path) is None
+    assert read_nemo_sizes(tmp_path) is None
 
 
 def test_tensor_parallel_sizes_divide_heads_and_mlp() -> None:
@@ -55,18 +61,18 @@ def test_tensor_parallel_sizes_divide_heads_and_mlp() -> None:
 def test_sizes_of_a_t5(tmp_path: Path) -> None:
     sizes = {"num_layers": 3, "num_attention_heads": 12, "ffn_hidden_size": 64}
     path = write_nemo(tmp_path / "t5.nemo", encoder=sizes, decoder=sizes)
-    assert read_sizes(path) == NemoSizes(3, 12, 64)
+    assert read_nemo_sizes(path) == NemoSizes(3, 12, 64)
 
 
 def test_what_a_configuration_leaves_open_is_not_checked(tmp_path: Path) -> None:
     path = write_nemo(tmp_path / "m.nemo", num_layers="${x}", ffn_hidden_size=-1, encoder={"a": 1})
-    assert read_sizes(path) == NemoSizes(None, None, None)
+    assert read_nemo_sizes(path) == NemoSizes(None, None, None)
 
 
 def test_what_is_no_nemo_checkpoint_is_left_to_the_converter(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     for path in (tmp_path, tmp_path / "model.gguf"):
-        assert read_sizes(path) is None
+        assert read_nemo_sizes(path) is None
         assert find_checkpoint(path) == path
 
 
@@ -83,7 +89,7 @@ def test_a_configuration_that_is_none(tmp_path: Path, kind: str) -> None:
         member.size = len(content)
         archive.addfile(member, io.BytesIO(content))
     with pytest.raises(CheckpointError, match=r"model_config\.yaml of"):
-        read_sizes(path)
+        read_nemo_sizes(path)
 
 
 @pytest.mark.parametrize("keep", [0, 100, 3000])
@@ -91,7 +97,7 @@ def test_a_truncated_file_is_named(tmp_path: Path, keep: int) -> None:
     path = write_nemo(tmp_path / "model.nemo", "w:gz", num_layers=1, text="x" * 9)
     path.write_bytes(path.read_bytes()[: min(keep, path.stat().st_size // 2)])
     with pytest.raises(CheckpointError, match=r"model\.nemo"):
-        read_sizes(path)
+        read_nemo_sizes(path)
 
 
 def test_checkpoints_of_nemo(shared_dir: Path) -> None:
@@ -99,9 +105,9 @@ def test_checkpoints_of_nemo(shared_dir: Path) -> None:
         for path in folder.glob("*.nemo"):
             if folder.name.startswith(("gpt_ptuning", "gpt_ia3", "gpt_adapter")):
                 with pytest.raises(CheckpointError, match="a prompt or an adapter, not a model"):
-                    read_sizes(path)
+                    read_nemo_sizes(path)
                 continue
-            sizes = read_sizes(path)
+            sizes = read_nemo_sizes(path)
             assert sizes is not None and sizes.tp_sizes() is not None, folder.name
             assert sizes.num_layers in (2, 4, 8), folder.name
 
@@ -110,7 +116,7 @@ def test_checkpoints_of_nemo(shared_dir: Path) -> None:
 def test_a_part_of_a_model_is_named(tmp_path: Path, part: dict[str, object]) -> None:
     path = write_nemo(tmp_path / "part.nemo", **part)
     with pytest.raises(CheckpointError, match=r"part\.nemo is a prompt or an adapter.* its model"):
-        read_sizes(path)
+        read_nemo_sizes(path)
 
 
 @pytest.mark.parametrize(("mode", "looks"), [("w", True), ("w:gz", False)])
@@ -127,6 +133,6 @@ def test_a_large_compressed_checkpoint_is_not_read_to_its_end(
     monkeypatch.setattr(nemo_config, "_MAX_DECOMPRESSED_BYTES", 512)
     if looks:
         with pytest.raises(CheckpointError, match=r"lost\.model"):
-            nemo_config.check_tokenizer(path)
+            nemo_config.check_source_tokenizer(path)
     else:
-        nemo_config.check_tokenizer(path)
+        nemo_config.check_source_tokenizer(path)

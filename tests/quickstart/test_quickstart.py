@@ -40,7 +40,7 @@ def _verdict(change: dict[str, Any]) -> gate.Verdict:
     served = replace(reference, items=items)
     served = replace(served, reference=compare(served, reference, "transformers"))
     content = json.loads(json.dumps({"tasks": {"lambada": asdict(served)}}))
-    arguments = quickstart.command(Path("model.nemo"), Path("results"))
+    arguments = quickstart.main_command(Path("model.nemo"), Path("results"))
     (asked,) = (one for one in arguments if one.startswith("evaluate.policy.reference="))
     value = OverridesParser.create().parse_override(asked).value()
     policy = build(PolicySettings, {"reference": value}, "the quickstart's policy")
@@ -76,7 +76,7 @@ def test_paths_survive_hydras_command_line(tmp_path: Path) -> None:
     nasty = tmp_path / "a 'b' \\c\\'d, $(e) ${f}=[g]\\"
     parser = OverridesParser.create()
     arguments = {
-        argument.partition("=")[0]: argument for argument in quickstart.command(nasty, nasty)
+        argument.partition("=")[0]: argument for argument in quickstart.main_command(nasty, nasty)
     }
     for key in ("base_results_dir", "export.model.checkpoint_path"):
         value = str(parser.parse_override(arguments[key]).value())
@@ -113,7 +113,7 @@ def test_the_shipped_model_is_the_one_described() -> None:
 
 
 def test_the_launchers_exit_code_is_handed_on() -> None:
-    assert quickstart.run([sys.executable, "-c", "raise SystemExit(3)"]) == 3
+    assert quickstart.run_deployment([sys.executable, "-c", "raise SystemExit(3)"]) == 3
 
 
 class _Gateway(BaseHTTPRequestHandler):
@@ -156,7 +156,7 @@ def test_the_chat_is_asked_when_the_server_is_ready_and_printed(
         if chat.answer:
             (tmp_path / "asked").touch()
 
-    code = quickstart.run([sys.executable, "-c", program], meanwhile)
+    code = quickstart.run_deployment([sys.executable, "-c", program], meanwhile)
     assert chat.report(code) == 0
     assert "assistant: What is the capital of France? Paris." in capsys.readouterr().out
     assert chat.report(3) == 3

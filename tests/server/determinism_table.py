@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from launcher_scripts.clients.connection import Tensors
-from launcher_scripts.clients.remote import Models, RemoteServer, find_models
+from launcher_scripts.clients.remote import RemoteServer, ServerModels, find_models
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.config.export import TokenizerSettings
 from launcher_scripts.config.settings import ExportSettings
@@ -52,16 +52,16 @@ def rows() -> list[GenerateRequest]:
     return made
 
 
-def alone(server: RemoteServer, plain: Models, _: Models) -> Answers:
+def alone(server: RemoteServer, plain: ServerModels, _: ServerModels) -> Answers:
     return [answer for row in rows() for answer in _answers([row], _ask(server, plain, [row]))]
 
 
-def in_one_request(server: RemoteServer, plain: Models, _: Models) -> Answers:
+def in_one_request(server: RemoteServer, plain: ServerModels, _: ServerModels) -> Answers:
     """Requests of eight rows."""
     return [answer for part in _parts() for answer in _answers(part, _ask(server, plain, part))]
 
 
-def at_once(server: RemoteServer, plain: Models, _: Models) -> Answers:
+def at_once(server: RemoteServer, plain: ServerModels, _: ServerModels) -> Answers:
     """Eight requests in flight."""
     found: Answers = []
     for part in _parts():
@@ -73,11 +73,11 @@ def at_once(server: RemoteServer, plain: Models, _: Models) -> Answers:
     return found
 
 
-def streamed(server: RemoteServer, _: Models, live: Models) -> Answers:
+def streamed(server: RemoteServer, _: ServerModels, live: ServerModels) -> Answers:
     return [answer for row in rows() for answer in _answers([row], _ask(server, live, [row]))]
 
 
-WAYS: dict[str, Callable[[RemoteServer, Models, Models], Answers]] = {
+WAYS: dict[str, Callable[[RemoteServer, ServerModels, ServerModels], Answers]] = {
     "alone": alone,
     "rows of a request of 8": in_one_request,
     "8 requests at once": at_once,
@@ -90,7 +90,7 @@ def _parts() -> list[list[GenerateRequest]]:
     return [whole[start : start + BATCH] for start in range(0, ROWS, BATCH)]
 
 
-def _ask(server: RemoteServer, models: Models, part: Sequence[GenerateRequest]) -> Tensors:
+def _ask(server: RemoteServer, models: ServerModels, part: Sequence[GenerateRequest]) -> Tensors:
     tensors = request_tensors(part, models.model_type)
     return server.infer(models.name, tensors)
 

@@ -75,7 +75,7 @@ def given_up(served: dict[str, Any], model: str) -> Iterator[None]:
     wait_for(lambda: cache_tokens_used(served, model) == 0)
 
 
-def _value(served: dict[str, Any], metric: names.Metric, model: str) -> float:
+def _value(served: dict[str, Any], metric: names.MetricSpec, model: str) -> float:
     samples = map(names.parse_sample, send(f"{served['metrics']}/metrics").text.splitlines())
     key = (metric.name, f'{metric.labels[0]}="{model}"')
     (sample,) = [sample for sample in samples if sample and sample[:2] == key]

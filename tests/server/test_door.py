@@ -23,9 +23,9 @@ from launcher_scripts.common.errors import ServerError
 from launcher_scripts.common.http_client import UNIX, query
 from launcher_scripts.config.gateway import OPEN_PATHS, DeployedGateway, GatewaySettings
 from launcher_scripts.config.settings import BenchmarkSettings, EvaluateSettings
-from launcher_scripts.evaluation.served.client import connect
-from launcher_scripts.jobs.status import Load, is_ready, load_of
-from launcher_scripts.server.health import PATHS, answers, check_closed, check_key, listening
+from launcher_scripts.evaluation.served.client import open_client
+from launcher_scripts.jobs.status import ServerLoad, is_ready, load_of
+from launcher_scripts.server.health import PATHS, check_closed, check_key, listening, open_answers
 from tests.gateway.processes import gateway
 from tests.http_requests import metric_families, send
 from tests.processes import command_line, wait_for
@@ -149,7 +149,7 @@ def test_nothing_listens_on_the_network_but_grpc_and_the_gateway(closed: Running
     known = {int(ready["grpc"].split("#")[0].rpartition(":")[2]), urlsplit(ready["openai"]).port}
     assert {port for _, port in listening(pids)} >= known
     for host, port in listening(pids):
-        said = list(answers(host, port, MODEL))
+        said = list(open_answers(host, port, MODEL))
         assert port in known or said == []
         assert all(path in OPEN_PATHS for _, path, _ in said)
     assert "http" not in ready and "metrics" not in ready
@@ -207,7 +207,7 @@ def test_prometheus_scrapes_a_closed_server_with_a_key(closed: RunningStep) -> N
     (sample,) = found["launcher_num_requests_running"].samples
     assert sample.labels == {"server": server, "model_name": MODEL}
     # Whoever may not read the keys sees no load.
-    assert load_of({**closed.ready, "api_keys": "/nowhere"}) == Load()
+    assert load_of({**closed.ready, "api_keys": "/nowhere"}) == ServerLoad()
 
 
 @pytest.mark.usefixtures("tritonserver")
@@ -221,7 +221,7 @@ def test_our_own_clients_come_in_by_the_ready_file(closed: RunningStep, tmp_path
         benchmark=BenchmarkSettings(),
         protocol="http",
     )
-    client, ready = connect(settings)
+    client, ready = open_client(settings)
     with client:
         assert ready["protocol"] == "grpc"
         assert client.requests_received() >= 1
@@ -264,7 +264,7 @@ def test_grpc_in_plain_text_is_an_open_port() -> None:
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     try:
-        assert [each for each in answers("127.0.0.1", port, MODEL) if each[0] == "gRPC"]
+        assert [each for each in open_answers("127.0.0.1", port, MODEL) if each[0] == "gRPC"]
     finally:
         server.stop(None)
 

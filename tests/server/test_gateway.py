@@ -19,7 +19,7 @@ import pytest
 
 from launcher_scripts.common.tokenizer import load_tokenizer
 from launcher_scripts.config.gateway import DeployedGateway
-from launcher_scripts.jobs.status import load
+from launcher_scripts.jobs.status import query_load
 from tests.http_requests import is_served, send, stream
 from tests.processes import wait_for
 from tests.server.processes import RunningStep, running
@@ -172,7 +172,7 @@ def test_what_is_running_is_answered_before_the_end(repository: Path, tmp_path: 
         )
         asking.start()
         metrics = json.loads(step.settings.ready_file.read_text())["metrics"]
-        wait_for(lambda: (load(metrics).running or 0) > 0)
+        wait_for(lambda: (query_load(metrics).running or 0) > 0)
         assert step.stop() == 0, step.err
         asking.join(10)
         ((status, answer),) = found

@@ -11,7 +11,7 @@ import pytest
 from tritonclient.utils import InferenceServerException
 
 from launcher_scripts.contract import metric_names as names
-from launcher_scripts.jobs.status import load
+from launcher_scripts.jobs.status import query_load
 from tests.engine.small_models import random_tensors, write_checkpoint
 from tests.http_requests import metric_families
 from tests.processes import wait_for
@@ -52,7 +52,7 @@ def samples(served: dict[str, Any]) -> Samples:
     return found
 
 
-def value(found: Samples, metric: names.Metric, part: str = "", **labels: str) -> float:
+def value(found: Samples, metric: names.MetricSpec, part: str = "", **labels: str) -> float:
     return found[metric.name + part, frozenset(labels.items())]
 
 
@@ -163,7 +163,7 @@ def test_status_reads_the_same_numbers(served: dict[str, Any]) -> None:
         client.infer("tiny", **ids_request([PROMPTS[0]], 3))
 
     def requests() -> int | None:
-        return load(served["metrics"]).requests
+        return query_load(served["metrics"]).requests
 
     def answered() -> float:
         return value(samples(served), names.REQUEST, "_count")

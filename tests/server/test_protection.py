@@ -20,7 +20,7 @@ from launcher_scripts.config.security import (
     read_secrets,
 )
 from launcher_scripts.config.settings import DeploySettings
-from launcher_scripts.gateway.service import serve
+from launcher_scripts.gateway.service import serve_gateway_settings
 from launcher_scripts.server.process import TOKEN_HEADER, Protection, launch_credentials
 from tests.http_requests import send
 from tests.server.processes import running
@@ -68,7 +68,7 @@ def test_a_file_of_keys_without_a_key_opens_no_gateway(tmp_path: Path) -> None:
     for text, says in (("# nobody\n", "holds no key"), ("alice=sk-1\ncarol=\n", "line 2: carol")):
         settings = GatewaySettings(("ready.json",), api_keys=str(secrets_file(tmp_path, text)))
         with pytest.raises(ServerError, match=rf"{says}.*--api-keys"):
-            serve(settings)
+            serve_gateway_settings(settings)
 
 
 def test_unknown_interfaces_and_half_certificates_are_refused() -> None:

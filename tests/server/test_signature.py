@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from launcher_scripts.checkpoint.signature import FILE_NAME, verify_signature
+from launcher_scripts.checkpoint.verification import FILE_NAME, verify_signature
 from launcher_scripts.common.errors import CheckpointError, ConfigError
 from launcher_scripts.config.security import SigningKey, TrustedSigner
 from launcher_scripts.config.settings import DeploySettings
@@ -72,7 +72,7 @@ def signed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     folder = tmp_path_factory.mktemp("signed")
     _, private, public = key_files(folder, "key")
     settings = export(folder, sign=SigningKey(private), overwrite=True)
-    write_model_repository.write(settings)
+    write_model_repository.write_repository(settings)
     return settings.model_repository, public
 
 
@@ -150,7 +150,7 @@ def test_a_certificate_is_verified_by_its_authority(tmp_path: Path) -> None:
     authority = certificate(tmp_path, "ca", ca, ca, authority=True)
     own = certificate(tmp_path, "signer", key, ca, authority=False)
     settings = export(tmp_path, sign=SigningKey(private, own, (authority,)), overwrite=True)
-    write_model_repository.write(settings)
+    write_model_repository.write_repository(settings)
     verify_signature(settings.model_repository, TrustedSigner(certificates=(authority,)))
     other, _, _ = key_files(tmp_path, "other")
     stranger = certificate(tmp_path, "stranger", other, other, authority=True)

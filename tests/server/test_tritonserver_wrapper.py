@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from launcher_scripts.common.errors import ServerError
-from launcher_scripts.server import tritonserver_wrapper as wrapper
+from launcher_scripts.server import installation as wrapper
 from launcher_scripts.server.installation import OUR_PROGRAMS, Installation, find_installation
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import ByT5Tokenizer, T5Config, T5ForConditionalGeneration
 
-from launcher_scripts.checkpoint.formats.nemo_config import check_tokenizer
+from launcher_scripts.checkpoint.formats.nemo_config import check_source_tokenizer
 from launcher_scripts.common.errors import CheckpointError
 from launcher_scripts.common.tokenizer import TokenizerError, load_tokenizer, tokenizer_files
 from launcher_scripts.config.export import TokenizerSettings
@@ -64,7 +64,7 @@ def test_an_export_and_its_answer(tmp_path: Path) -> None:
         said = json.loads((folder / name).read_text()) | change
         kept = {key: value for key, value in said.items() if value is not None}
         (folder / name).write_text(json.dumps(kept))
-    check_tokenizer(folder)
+    check_source_tokenizer(folder)
     exported = export_folder(folder, tmp_path, tokenizer=TokenizerSettings())
     names = [path.name for path in tokenizer_files(exported)]
     assert names[0] == "tokenizer_config.json" and len(names) == len({*names})
@@ -87,4 +87,4 @@ def test_a_folder_that_only_lost_its_tokenizer_is_none(tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
     assert tokenizer_files(tmp_path) == []
     with pytest.raises(CheckpointError, match="holds no tokenizer"):
-        check_tokenizer(tmp_path)
+        check_source_tokenizer(tmp_path)

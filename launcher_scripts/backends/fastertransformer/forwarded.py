@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import torch
 
-from launcher_scripts.backends.text.text_channel import FORWARDED, PEER, Message
+from launcher_scripts.backends.text.text_channel import FORWARDED, PEER, ChannelMessage
 from launcher_scripts.common.errors import RequestError
 from launcher_scripts.common.processes import process_stat
 from launcher_scripts.contract.requests import GenerateOutput
@@ -58,7 +58,7 @@ class Cancellable(Protocol):
     def cancel(self) -> None: ...
 
 
-class Channel:
+class TextModelChannel:
     """A connection to one text model, and the requests that go out on it, by key."""
 
     def __init__(self, name: str) -> None:
@@ -112,14 +112,14 @@ class Channels:
     """The channels to the text models that have sent requests on."""
 
     def __init__(self) -> None:
-        self._channels: dict[str, Channel] = {}
+        self._channels: dict[str, TextModelChannel] = {}
 
-    def to(self, name: str) -> Channel:
+    def to(self, name: str) -> TextModelChannel:
         """The channel to the socket `name`. Raises RequestError."""
         for gone in [name for name, channel in self._channels.items() if channel.closed]:
             del self._channels[gone]
         if name not in self._channels:
-            self._channels[name] = Channel(name)
+            self._channels[name] = TextModelChannel(name)
         return self._channels[name]
 
 
@@ -135,7 +135,7 @@ class ChannelSender:
     """Takes the place of a request's response sender."""
 
     def __init__(
-        self, channel: Channel, forwarded: ForwardedRequest, answer: Callable[[], None]
+        self, channel: TextModelChannel, forwarded: ForwardedRequest, answer: Callable[[], None]
     ) -> None:
         """answer: answers the request itself, with nothing"""
         self.streams = forwarded.streams
@@ -163,7 +163,7 @@ class ChannelSender:
                 tensor.name(): torch.utils.dlpack.from_dlpack(tensor.to_dlpack()).numpy()
                 for tensor in response.output_tensors()
             }
-        self._channel.write(Message(self._key, last, error, tensors).pack())
+        self._channel.write(ChannelMessage(self._key, last, error, tensors).pack())
         if last:
             self._channel.remove(self._key)
             self.hand_over()

@@ -33,7 +33,6 @@ from launcher_scripts.backends.fastertransformer.forwarded import (
     forwarded_request,
 )
 from launcher_scripts.backends.fastertransformer.guidance import Guidance
-from launcher_scripts.backends.fastertransformer.guided_rows import GuidedRow, GuidedRows
 from launcher_scripts.backends.fastertransformer.operations import ServerOperations, operation_of
 from launcher_scripts.backends.fastertransformer.request_tensors import padding, to_requests
 from launcher_scripts.backends.fastertransformer.server import (
@@ -47,8 +46,13 @@ from launcher_scripts.backends.fastertransformer.server import (
     model_type,
     node_group,
 )
-from launcher_scripts.backends.fastertransformer.sessions import Sessions, idle_seconds
 from launcher_scripts.backends.fastertransformer.shared_stream import SharedAnswer, SharedStreams
+from launcher_scripts.backends.fastertransformer.waiting_rows import (
+    GuidedRow,
+    GuidedRows,
+    Sessions,
+    idle_seconds,
+)
 from launcher_scripts.backends.older_servers import require_new_enough, response_sender, returned
 from launcher_scripts.backends.text_parameters import (
     ParameterError,
@@ -129,7 +133,7 @@ class ModelMetrics:
         self._thread.join()
 
     def _add(
-        self, metric: names.Metric, name: str, labels: tuple[tuple[str, str], ...] = ()
+        self, metric: names.MetricSpec, name: str, labels: tuple[tuple[str, str], ...] = ()
     ) -> Any:
         """The server's value of that name and labels, the model's label included."""
         kind = pb_utils.MetricFamily

@@ -106,7 +106,7 @@ class ServerOperations:
                 raise ConfigError(message)
             reply = function(operation)
         except Exception as error:
-            reply = failure(error)
+            reply = operation_failure(error)
         numbers = torch.tensor(list(json.dumps(reply).encode()), dtype=torch.int32)[None, None]
         tensor = pb_utils.Tensor.from_dlpack("news", torch.utils.dlpack.to_dlpack(numbers))
         send_last(sender, pb_utils.InferenceResponse([tensor]))
@@ -165,7 +165,7 @@ class ServerOperations:
             raise ConfigError(problem(message, change="deploy.gateway.api_keys"))
 
 
-def failure(error: Exception) -> dict[str, Any]:
+def operation_failure(error: Exception) -> dict[str, Any]:
     """Return what an operation that failed replies."""
     if isinstance(error, LauncherError):
         return {"error": str(error), "kind": type(error).__name__}
@@ -244,7 +244,7 @@ class RefitSocket:
         folder = self._folder / "weights"
         folder.mkdir()
         try:
-            metadata = receive(connection, folder / WEIGHTS_NAME)
+            metadata = receive_refit(connection, folder / WEIGHTS_NAME)
             (folder / CONFIG_NAME).write_text(self._config_json())
             mode, seconds = drain_of(metadata, EXCHANGE_MODES[1])
             version = str(metadata.get("version", ""))
@@ -252,7 +252,7 @@ class RefitSocket:
         except EOFError:
             raise
         except Exception as error:
-            return failure(error)
+            return operation_failure(error)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -266,7 +266,7 @@ class RefitSocket:
         return self._config
 
 
-def receive(connection: socket.socket, path: Path) -> dict[str, Any]:
+def receive_refit(connection: socket.socket, path: Path) -> dict[str, Any]:
     """Write the safetensors file that comes next; returns its metadata.
 
     Raises EOFError where it ends too early, and CheckpointError for what cannot be one.

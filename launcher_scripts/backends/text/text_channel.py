@@ -27,7 +27,7 @@ PEER = struct.Struct("3i")  # process, user, group
 
 
 @dataclass(frozen=True)
-class Message:
+class ChannelMessage:
     """A response of the token model.
 
     key:     which request it answers
@@ -56,7 +56,9 @@ class Channel:
     name: of the socket, which is in no file system
     """
 
-    def __init__(self, on_message: Callable[[Message], None], lost: Callable[[], None]) -> None:
+    def __init__(
+        self, on_message: Callable[[ChannelMessage], None], lost: Callable[[], None]
+    ) -> None:
         """on_message: called with every message; lost: called when a token model has gone"""
         self.name = f"launcher-text-{uuid.uuid4().hex}"
         self._take, self._lost = on_message, lost
@@ -112,7 +114,7 @@ def _hang_up(connection: Connection) -> None:
         same.shutdown(socket.SHUT_RDWR)
 
 
-def parse(raw: bytes) -> Message:
+def parse(raw: bytes) -> ChannelMessage:
     """The message that was packed."""
     (length,) = struct.unpack_from("<I", raw)
     head = json.loads(raw[4 : 4 + length])
@@ -124,4 +126,6 @@ def parse(raw: bytes) -> Message:
         tensors[name] = values.reshape(shape)
         offset += values.nbytes
     error = head.get("error")
-    return Message(head["key"], head["last"], None if error is None else tuple(error), tensors)
+    return ChannelMessage(
+        head["key"], head["last"], None if error is None else tuple(error), tensors
+    )

@@ -25,8 +25,8 @@ from launcher_scripts.checkpoint.fastertransformer.manifest import (
     FORMAT,
     SMALL,
     Crc32,
+    ExportJournal,
     FileEntry,
-    Journal,
     Manifest,
     check_files,
     check_size,
@@ -232,7 +232,7 @@ class FolderWriter(ABC):
         self.partial = partial_folder(self.folder)
         self.name = name
         self._earlier = dict(earlier or {})
-        self._journal: Journal | None = None
+        self._journal: ExportJournal | None = None
         self._sealed = False
         self._entries: dict[str, FileEntry] = {}
         self._created: list[Path] = []
@@ -245,7 +245,7 @@ class FolderWriter(ABC):
             self._created = [path for path in self.folder.parents if not path.exists()]
             self.partial.mkdir(parents=True, exist_ok=True)
             if self.name:
-                self._journal = Journal(self.partial, self.name)
+                self._journal = ExportJournal(self.partial, self.name)
                 self._entries = self._journal.restart()
             for entry in self._earlier.values():
                 self._keep(entry)

@@ -413,7 +413,7 @@ def _opened(path: Path) -> IO[str]:
     return os.fdopen(descriptor, "a+", encoding="utf-8", errors="replace")
 
 
-class Journal:
+class ExportJournal:
     """The list, open and locked: a second export into the same folder is refused."""
 
     def __init__(self, folder: Path, name: str) -> None:

@@ -169,7 +169,7 @@ _ZARR_DTYPES["bfloat16"] = BFLOAT16
 def _read_torch_dist(archive: Archive, folder: str) -> Stored:
     path = f"{folder}.metadata"
     origin = f"{path} of {archive.path}"
-    metadata = pickles.load(archive.read(path), origin, _METADATA_GLOBALS)
+    metadata = pickles.load_pickle(archive.read(path), origin, _METADATA_GLOBALS)
     pieces: dict[str, list[Piece]] = {}
     objects: dict[str, Any] = {}
     try:
@@ -226,7 +226,7 @@ def _reject_overlaps(storage_data: Mapping[Any, Any], origin: str) -> None:
 
 def _stored_part(archive: Archive, folder: str, location: Any, name: str) -> NDArray[Any]:
     origin = f"{name} in {folder}{location['relative_path']}"
-    values = torch_file.load(_stored(archive, folder, location, name), origin)
+    values = torch_file.load_torch_file(_stored(archive, folder, location, name), origin)
     if not isinstance(values, np.ndarray):
         raise CheckpointError(f"{origin} is not a tensor")
     return values

@@ -93,12 +93,12 @@ def section(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def read_sizes(path: Path) -> NemoSizes | None:
+def read_nemo_sizes(path: Path) -> NemoSizes | None:
     """The sizes of a .nemo file or an unpacked folder; None when `path` is neither.
 
     Raises CheckpointError when the file is broken, or is a part of a model.
     """
-    result = read_config(path)
+    result = read_nemo_config(path)
     if result is None:
         return None
     _, raw = result
@@ -114,7 +114,7 @@ def read_sizes(path: Path) -> NemoSizes | None:
     return sizes
 
 
-def read_config(path: Path) -> tuple[str, dict[str, Any]] | None:
+def read_nemo_config(path: Path) -> tuple[str, dict[str, Any]] | None:
     """The folder of model_config.yaml in a .nemo file or an unpacked one ("" or ending in `/`),
     and what it says; None when `path` is neither.
 
@@ -271,12 +271,12 @@ def find_name(names: Iterable[str], value: str, pattern: str) -> str | None:
     return None
 
 
-def check_tokenizer(path: Path) -> None:
+def check_source_tokenizer(path: Path) -> None:
     """Raises CheckpointError when a checkpoint lacks its tokenizer's files: a .nemo file, an
     unpacked one, or a folder of transformers or Megatron-LM."""
     result = None
     if not any((path / mark).is_file() for mark in _INDICATORS):
-        result = read_config(path)
+        result = read_nemo_config(path)
         if result is None and not _is_megatrons(path):
             return
     if result is None:

@@ -230,7 +230,7 @@ PLAIN_GLOBALS: Globals = {
 }
 
 
-def load(
+def load_pickle(
     data: bytes,
     origin: str,
     allowed: Globals,

@@ -66,7 +66,7 @@ def dtype_name(dtype: np.dtype[Any]) -> str:
     return dtype.names[0] if dtype.names else dtype.name
 
 
-def plain(array: NDArray[Any]) -> NDArray[Any]:
+def copyable(array: NDArray[Any]) -> NDArray[Any]:
     """The array with a dtype numpy can copy fast: bfloat16 as its bits."""
     return array.view("<u2") if array.dtype == BFLOAT16 else array
 
@@ -83,7 +83,7 @@ def converted(
         return values
     memory = workspace or Workspace()
     result = memory.array("converted", values.shape, dtype)
-    source, target = plain(values.reshape(-1)), plain(result.reshape(-1))
+    source, target = copyable(values.reshape(-1)), copyable(result.reshape(-1))
     _CASTS.get((values.dtype, dtype), _cast)(source, target, memory)
     return result
 
@@ -248,7 +248,7 @@ class SourceTensor:
                 slice(start, start + size)
                 for start, size in zip(piece.start, piece.values.shape, strict=True)
             )
-            plain(array)[box] = plain(piece.values)
+            copyable(array)[box] = copyable(piece.values)
         return array
 
     def layer(self, number: int) -> SourceTensor:
@@ -265,7 +265,7 @@ def same_values(one: SourceTensor, other: SourceTensor) -> bool:
     """True if two tensors hold the same values; one storage is recognized without reading it."""
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
-    first, second = plain(one.read()), plain(other.read())
+    first, second = copyable(one.read()), copyable(other.read())
     if first.__array_interface__["data"] == second.__array_interface__["data"]:
         return True
     if not first.shape:

@@ -49,8 +49,8 @@ def load_legacy(region: Region, origin: str, allowed: pickles.Globals) -> Any:
     """
     head = region.part(0, min(region.size, _DESCRIPTION_BYTES)).bytes()
     spans = _spans(head, origin, count=5)
-    protocol = pickles.load(head[slice(*spans[1])], origin, {})
-    machine = pickles.load(head[slice(*spans[2])], origin, {})
+    protocol = pickles.load_pickle(head[slice(*spans[1])], origin, {})
+    machine = pickles.load_pickle(head[slice(*spans[2])], origin, {})
     little = isinstance(machine, dict) and machine.get("little_endian") is True
     if protocol != PROTOCOL or not little:
         raise CheckpointError(
@@ -68,12 +68,12 @@ def load_legacy(region: Region, origin: str, allowed: pickles.Globals) -> Any:
         dtypes[str(key)] = dtype
         return np.empty(0, dtype)
 
-    pickles.load(content, origin, _unbuilt(allowed), note)
-    keys = pickles.load(head[slice(*spans[4])], origin, {})
+    pickles.load_pickle(content, origin, _unbuilt(allowed), note)
+    keys = pickles.load_pickle(head[slice(*spans[4])], origin, {})
     if not isinstance(keys, list) or not all(isinstance(key, (str, int)) for key in keys):
         raise CheckpointError(f"{origin} is damaged: it does not list its storages")
     storages = _storages(region, spans[4][1], map(str, keys), dtypes, origin)
-    return pickles.load(content, origin, allowed, lambda pid: _part(storages, pid, origin))
+    return pickles.load_pickle(content, origin, allowed, lambda pid: _part(storages, pid, origin))
 
 
 def _unbuilt(allowed: pickles.Globals) -> pickles.Globals:
@@ -170,7 +170,7 @@ _MAX_DIRECTORY_BYTES = 16 << 20
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 
 
-def load(region: Region, origin: str, allowed: pickles.Globals | None = None) -> Any:
+def load_torch_file(region: Region, origin: str, allowed: pickles.Globals | None = None) -> Any:
     """The object in a torch.save file; tensors are read-only arrays on the mapped file.
 
     Objects of other classes are pickles.Opaque; see pickles.check_readable.
@@ -190,7 +190,7 @@ def load_state(
     region: Region, origin: str, allowed: pickles.Globals | None = None
 ) -> dict[Any, Any]:
     """The dictionary in a torch.save file; see load. Raises CheckpointError for another object."""
-    state = load(region, origin, allowed)
+    state = load_torch_file(region, origin, allowed)
     pickles.check_readable(state, origin)
     if not isinstance(state, dict):
         raise CheckpointError(f"{origin} holds no state dict")
@@ -243,7 +243,7 @@ class _TorchFile:
                 raise CheckpointError(
                     problem(f"{self._origin}: unknown byte order", got=order, choices=["little"])
                 )
-        return pickles.load(self._content("data.pkl"), self._origin, names, self._storage)
+        return pickles.load_pickle(self._content("data.pkl"), self._origin, names, self._storage)
 
     def _content(self, name: str) -> bytes:
         """The bytes of one small entry, compared with their checksum."""

@@ -323,10 +323,10 @@ def reading(raw: Mapping[str, Any], keys: Collection[str], config: Any) -> ReadC
     except CheckpointError as error:
         return ReadConfig(None, (), (*problems.messages, *error.problems, str(error))[:1])
     values.check_keys()
-    return ReadConfig(result, dialects, (*problems.messages, *differences(result, config)))
+    return ReadConfig(result, dialects, (*problems.messages, *config_differences(result, config)))
 
 
-def differences(one: Any, other: Any) -> Iterator[str]:
+def config_differences(one: Any, other: Any) -> Iterator[str]:
     """The hyperparameters of two models that differ, special ids and adapters apart."""
     mine, reference = _plain(one), _plain(other)
     for name in mine:
@@ -378,7 +378,7 @@ def _plain(config: Any) -> dict[str, Any]:
     return values
 
 
-def with_token_ids(raw: Mapping[str, Any], read: Any, config: Any) -> dict[str, Any]:
+def config_with_token_ids(raw: Mapping[str, Any], read: Any, config: Any) -> dict[str, Any]:
     """Return config.json with the special ids of `config`, where it says others.
 
     read: its hyperparameters
@@ -477,7 +477,7 @@ _NOT_PROPOSED = (
 )
 
 
-def class_name(model_type: str, config: Any) -> str:
+def transformers_class(model_type: str, config: Any) -> str:
     """Return the class in transformers of a model type."""
     words = "".join(word.capitalize() for word in model_type.split("_"))
     stem = _CLASS_STEMS.get(model_type, words)

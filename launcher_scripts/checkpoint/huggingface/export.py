@@ -24,11 +24,11 @@ from launcher_scripts.checkpoint.export import (
 from launcher_scripts.checkpoint.fastertransformer.manifest import reject_existing
 from launcher_scripts.checkpoint.huggingface.config_json import (
     candidates,
-    class_name,
+    config_with_token_ids,
     proposal,
     reading,
     refuse_unwritten,
-    with_token_ids,
+    transformers_class,
 )
 from launcher_scripts.checkpoint.huggingface.folder import (
     HuggingFaceWriter,
@@ -49,7 +49,7 @@ from launcher_scripts.checkpoint.huggingface.tensors import (
     without_padding,
 )
 from launcher_scripts.checkpoint.layout.tasks import Task
-from launcher_scripts.checkpoint.layout.workers import Progress
+from launcher_scripts.checkpoint.layout.writing import Progress
 from launcher_scripts.checkpoint.sources.huggingface_architectures import ARCHITECTURES, HEAD
 from launcher_scripts.checkpoint.sources.huggingface_stacked_experts import IN_MEMORY_TYPES
 from launcher_scripts.checkpoint.tokenizers.text_probe import (
@@ -243,7 +243,7 @@ def _model(
     said:     its config.json
     dialects: of the model that this config.json describes
     """
-    architecture = class_name(model_type, config)
+    architecture = transformers_class(model_type, config)
     first: list[str] = []
     for names in _dialects(model_type, dialects if values is not None else None):
         result: list[str] = []
@@ -256,7 +256,9 @@ def _model(
         raw |= {"vocab_size": config.vocab_size, "tie_word_embeddings": HEAD not in keys}
         read = reading(raw, keys, config)
         if not result and not read.differences and tuple(dict.fromkeys(read.dialects)) == names:
-            raw = with_token_ids(raw, read.config, config) | {"architectures": [architecture]}
+            raw = config_with_token_ids(raw, read.config, config) | {
+                "architectures": [architecture]
+            }
             raw.pop("quantization_config", None)
             return TransformersContent(raw, _named(tensors, model_type))
         first = first or [*read.differences, *result] or ["its tensors have other names"]

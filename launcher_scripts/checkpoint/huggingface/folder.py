@@ -40,9 +40,14 @@ from launcher_scripts.checkpoint.formats.archive import Archive
 from launcher_scripts.checkpoint.formats.source_tensor import DTYPES as SAFETENSORS
 from launcher_scripts.checkpoint.formats.source_tensor import Workspace
 from launcher_scripts.checkpoint.huggingface.tensors import TargetTensor
-from launcher_scripts.checkpoint.layout.streaming import UnfitValues, strips
 from launcher_scripts.checkpoint.layout.tasks import MAX_PROCESSES, MIN_BYTES
-from launcher_scripts.checkpoint.layout.workers import OnResult, Progress, run_all
+from launcher_scripts.checkpoint.layout.writing import (
+    OnResult,
+    Progress,
+    UnfitValues,
+    run_all,
+    strips,
+)
 from launcher_scripts.checkpoint.sources.huggingface_architectures import CONFIG_NAME, WEIGHT_FILES
 from launcher_scripts.common.errors import CheckpointError, Problems
 from launcher_scripts.config.settings import ExportSettings
@@ -227,7 +232,7 @@ class _Job:
 
 
 @dataclass(frozen=True)
-class _Work:
+class _FolderWork:
     """Takes one job after the other in one process."""
 
     writer: HuggingFaceWriter
@@ -332,7 +337,7 @@ def write_shards(
         progress.add(writer.shards[result.shard].tensors[result.position].nbytes)
         writer.count(digests[result.shard], result.position)
 
-    work = _Work(writer, archive, settings.allow_nonfinite)
+    work = _FolderWork(writer, archive, settings.allow_nonfinite)
     count = min(settings.processes, MAX_PROCESSES, len(os.sched_getaffinity(0)), len(jobs))
     run_all(jobs, work.run, on_result, 0 if progress.total < MIN_BYTES else count)
     return unfit

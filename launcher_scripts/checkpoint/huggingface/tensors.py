@@ -20,8 +20,8 @@ from launcher_scripts.checkpoint.formats.source_tensor import (
     FLOATS,
     SourceTensor,
     Workspace,
+    copyable,
     float32,
-    plain,
 )
 from launcher_scripts.checkpoint.layout.inverses import Blocks, RowGroups
 from launcher_scripts.checkpoint.layout.layouts import (
@@ -134,7 +134,7 @@ class TargetTensor:
         for start in range(0, len(self.parts), self.columns) if self.columns else ():
             parts = self.parts[start : start + self.columns]
             sides = [matrix_of(_read(part, Workspace())) for part in parts]
-            arrays = [plain(side).T for side in sides]
+            arrays = [copyable(side).T for side in sides]
             full = np.concatenate(arrays, axis=-1)
             if self.alternate:
                 full = np.stack(arrays, axis=-1).reshape(full.shape)
@@ -187,7 +187,7 @@ def _is_computed(task: Task, layout: Layout) -> bool:
     """True if the stored tensor is what the layout computes without a source."""
     if not task.keys and task.layout is layout:
         return True
-    expected = plain(float32(np.asarray(layout.apply([], task.config))))
+    expected = copyable(float32(np.asarray(layout.apply([], task.config))))
     values = np.concatenate([float32(unit) for block in task.blocks() for unit in block], axis=-1)
     return values.shape == expected.shape and np.allclose(values, expected, rtol=1e-6, atol=1e-7)
 
@@ -224,7 +224,7 @@ def _agree(one: TensorPart, other: TensorPart) -> bool:
         return False
     step = max(_COMPARED // max(first[:1].size, 1), 1)
     return all(
-        np.array_equal(plain(first[row : row + step]), plain(second[row : row + step]))
+        np.array_equal(copyable(first[row : row + step]), copyable(second[row : row + step]))
         for row in range(0, len(first), step)
     )
 
@@ -235,7 +235,7 @@ def matrix_of(groups: RowGroups) -> NDArray[Any]:
         return groups[0][0]
     dtype = groups[0][0].dtype
     axis = -1 if groups[0][0].ndim > 1 else 0
-    rows = [np.concatenate([plain(array) for array in group], axis=axis) for group in groups]
+    rows = [np.concatenate([copyable(array) for array in group], axis=axis) for group in groups]
     full: NDArray[Any] = np.concatenate(rows)
     return full.view(dtype)
 

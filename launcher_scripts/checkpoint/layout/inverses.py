@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from launcher_scripts.checkpoint.formats.source_tensor import float32, plain
+from launcher_scripts.checkpoint.formats.source_tensor import copyable, float32
 from launcher_scripts.models.gpt_dialects import CODEGEN_BLOCKS
 
 # Of a table of positions, that of the first token; the rows before are for padding.
@@ -71,7 +71,7 @@ def _heads(block: Sequence[NDArray[Any]], size: int) -> list[NDArray[Any]]:
 
 def _neighbours(head: NDArray[Any], turns: int) -> NDArray[Any]:
     """The rows of a head [in, dimension], those of both halves of what rotates in turn."""
-    rows = plain(head).T
+    rows = copyable(head).T
     pairs = rows[:turns].reshape(2, turns // 2, *rows.shape[1:]).swapaxes(0, 1)
     full = np.concatenate((pairs.reshape(turns, *rows.shape[1:]), rows[turns:]))
     result: NDArray[Any] = full.view(head.dtype)

@@ -64,11 +64,11 @@ def rank_files(
     return [[files[pp, tp] for tp in range(ranks)] for pp in range(stages)]
 
 
-def flattened(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat_values(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """The values of nested dictionaries; names joined by dots."""
     for name, value in tree.items():
         if isinstance(value, Mapping):
-            yield from flattened(value, f"{prefix}{name}.")
+            yield from flat_values(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
 

@@ -27,9 +27,9 @@ from launcher_scripts.checkpoint.formats.source_tensor import (
     FLOATS,
     SourceTensor,
     Workspace,
+    copyable,
     dtype_name,
     float32,
-    plain,
     widened,
 )
 from launcher_scripts.checkpoint.layout.inverses import Blocks
@@ -40,8 +40,14 @@ from launcher_scripts.checkpoint.layout.layouts import (
     rank_columns,
 )
 from launcher_scripts.checkpoint.layout.source_checkpoint import SourceCheckpoint
-from launcher_scripts.checkpoint.layout.streaming import NonfiniteValues, UnfitValues, strips
-from launcher_scripts.checkpoint.layout.workers import OnResult, Progress, run_all
+from launcher_scripts.checkpoint.layout.writing import (
+    NonfiniteValues,
+    OnResult,
+    Progress,
+    UnfitValues,
+    run_all,
+    strips,
+)
 from launcher_scripts.common.errors import CheckpointError, Problems, lookup
 from launcher_scripts.common.hosts import Gpu
 from launcher_scripts.config.settings import AUTO, ExportSettings
@@ -399,7 +405,7 @@ def _nonfinite(task: Task) -> Iterator[str]:
 
 def _count(values: NDArray[Any]) -> int:
     """Count the values that are not finite; only a part of them is copied at a time."""
-    rows = plain(values).reshape(-1, values.shape[-1] if values.ndim else 1)
+    rows = copyable(values).reshape(-1, values.shape[-1] if values.ndim else 1)
     step = max(_CHUNK // max(rows.shape[1], 1), 1)
     count = 0
     for first in range(0, len(rows), step):

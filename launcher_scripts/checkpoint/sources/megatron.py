@@ -26,7 +26,7 @@ from launcher_scripts.checkpoint.layout.source_checkpoint import (
     Shards,
     StateDict,
     TensorShards,
-    flattened,
+    flat_values,
     in_layer_order,
     merged_stages,
     rank_files,
@@ -224,7 +224,7 @@ def _tensors(model: Mapping[str, Any], origin: str) -> StateDict:
     if not isinstance(model.get("language_model", model), dict):
         raise CheckpointError(f"{origin} holds no language model")
     tensors = []
-    for source, values in flattened(model.get("language_model", model)):
+    for source, values in flat_values(model.get("language_model", model)):
         name = re.sub(r"^transformer\.", "encoder.", source)
         name = re.sub(r"(layers\.\d+)\.attention\.", r"\1.self_attention.", name)
         if name.startswith(_IGNORED) or name.endswith(_IGNORED):

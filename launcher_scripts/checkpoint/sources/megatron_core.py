@@ -247,13 +247,13 @@ def _arguments(archive: Archive, root: str, stored: Stored) -> Mapping[str, Any]
     """Megatron-LM's arguments in the common state: a file, or since core 0.19 an object."""
     if root + COMMON in archive.names():
         origin = f"{root}{COMMON} of {archive.path}"
-        common = torch_file.load(archive.region(root + COMMON), origin, NAMESPACES)
+        common = torch_file.load_torch_file(archive.region(root + COMMON), origin, NAMESPACES)
     else:
         origin = f"{COMMON_OBJECT} of {archive.path}"
         region = stored.find_object(COMMON_OBJECT)
         if region is None:
             return None
-        items = torch_file.load(region, origin, NAMESPACES)
+        items = torch_file.load_torch_file(region, origin, NAMESPACES)
         common = items[0] if isinstance(items, list) and items else None
     return arguments(common, origin) if isinstance(common, dict) else None
 

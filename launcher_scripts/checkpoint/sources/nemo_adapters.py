@@ -32,7 +32,7 @@ from launcher_scripts.checkpoint.formats.source_tensor import (
     float32,
     widened,
 )
-from launcher_scripts.checkpoint.layout.source_checkpoint import flattened, merged_stages, renamed
+from launcher_scripts.checkpoint.layout.source_checkpoint import flat_values, merged_stages, renamed
 from launcher_scripts.checkpoint.sources.nemo_files import (
     distributed_tensors,
     read_config,
@@ -160,7 +160,7 @@ def _read_ranks(archive: Archive, root: str) -> list[list[dict[str, SourceTensor
                 _named(
                     (
                         (name, SourceTensor.full(values))
-                        for name, values in torch_file.tensors_of(flattened(state), origin)
+                        for name, values in torch_file.tensors_of(flat_values(state), origin)
                     ),
                     origin,
                 )

@@ -25,7 +25,7 @@ from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
 from launcher_scripts.checkpoint.layout.source_checkpoint import (
     RANK_FOLDER,
     StateDict,
-    flattened,
+    flat_values,
     in_layer_order,
     rank_files,
     renamed,
@@ -125,7 +125,7 @@ def _chunks(archive: Archive, name: str) -> list[StateDict]:
     }
     if numbers:
         # Nested dicts lack the name of the module that holds them.
-        chunks = [dict(flattened({"model": loaded[numbers[n]]})) for n in sorted(numbers)]
+        chunks = [dict(flat_values({"model": loaded[numbers[n]]})) for n in sorted(numbers)]
         return [_state_dict(chunk, origin) for chunk in chunks]
     state = loaded.get("state_dict", loaded)
     pickles.check_readable(state, f"state_dict of {origin}")

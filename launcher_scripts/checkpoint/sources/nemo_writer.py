@@ -93,7 +93,7 @@ class ZarrTensor:
 
 
 @dataclass(frozen=True)
-class _Member:
+class _ArchiveFile:
     """One file of the archive, its bytes made when they are written."""
 
     path: str
@@ -194,11 +194,11 @@ def artifact_name(name: str, content: bytes) -> str:
     return f"{hashlib.sha256(content).hexdigest()[:32]}_{name}"
 
 
-def _constant(path: str, content: bytes) -> _Member:
-    return _Member(path, len(content), lambda: content)
+def _constant(path: str, content: bytes) -> _ArchiveFile:
+    return _ArchiveFile(path, len(content), lambda: content)
 
 
-def _tensor_members(tensor: ZarrTensor) -> Iterator[_Member]:
+def _tensor_members(tensor: ZarrTensor) -> Iterator[_ArchiveFile]:
     folder = f"{WEIGHTS}/{tensor.name}"
     header = {
         "chunks": list(tensor.chunks),
@@ -213,7 +213,7 @@ def _tensor_members(tensor: ZarrTensor) -> Iterator[_Member]:
     yield _constant(f"{folder}/.zarray", json.dumps(header, indent=4).encode())
     for index in tensor.indices():
         name = ".".join(map(str, index))
-        yield _Member(f"{folder}/{name}", tensor.chunk_bytes, _chunk_reader(tensor, index))
+        yield _ArchiveFile(f"{folder}/{name}", tensor.chunk_bytes, _chunk_reader(tensor, index))
 
 
 def _chunk_reader(tensor: ZarrTensor, index: tuple[int, ...]) -> Callable[[], memoryview]:
@@ -232,7 +232,7 @@ def _chunk_reader(tensor: ZarrTensor, index: tuple[int, ...]) -> Callable[[], me
     return read
 
 
-def _extra_states(num_layers: int) -> Iterator[_Member]:
+def _extra_states(num_layers: int) -> Iterator[_ArchiveFile]:
     """The empty states of Transformer Engine: an io.BytesIO that holds a torch.save of None."""
     buffer = io.BytesIO(_torch_file("archive", b"\x80\x02N."))
     buffer.seek(0, io.SEEK_END)
@@ -263,7 +263,7 @@ def _torch_file(name: str, pickled: bytes) -> bytes:
     return buffer.getvalue()
 
 
-def _add_members(archive: tarfile.TarFile, members: list[_Member]) -> None:
+def _add_members(archive: tarfile.TarFile, members: list[_ArchiveFile]) -> None:
     """Folders and files in the order of tarfile.add: by name, depth first."""
     now = int(time.time())
     archive.addfile(_folder(".", now, mode=0o700))

@@ -24,7 +24,7 @@ from launcher_scripts.checkpoint.tokenizers.tokenizer_classes import (
     SPACE,
     TokenizerClass,
     Vocabulary,
-    class_name,
+    tokenizer_class_name,
 )
 from launcher_scripts.checkpoint.tokenizers.vocabularies import (
     CONTROL,
@@ -145,7 +145,7 @@ class _Folder:
         byte_level = any(
             '"ByteLevel"' in json.dumps(fast.get(part)) for part in ("pre_tokenizer", "decoder")
         )
-        name = class_name(model_type, named, byte_level=byte_level)
+        name = tokenizer_class_name(model_type, named, byte_level=byte_level)
         row = CLASSES.get(name) if fast else _slow_row(name, named, files, options)
         if options.get("split_special_tokens"):
             message = f"split_special_tokens of {TOKENIZER_CONFIG} is not supported"

@@ -66,16 +66,16 @@ def probed_tokenizer(files: Mapping[str, bytes]) -> Tokenizer:
     """
     with _written(files) as folder:
         _work({"source": str(folder)})
-        return load(folder)
+        return load_within_limits(folder)
 
 
 def loaded_tokenizer(files: Mapping[str, bytes]) -> Tokenizer:
     """The tokenizer of files that probed_tokenizer has tried."""
     with _written(files) as folder:
-        return load(folder)
+        return load_within_limits(folder)
 
 
-def load(folder: Path) -> Tokenizer:
+def load_within_limits(folder: Path) -> Tokenizer:
     """The tokenizer in a folder of the checkpoint's files. Raises CheckpointError."""
     try:
         return load_tokenizer(folder)
@@ -163,7 +163,7 @@ def make_worker(_argument: None) -> Callable[[dict[str, Any]], dict[str, str]]:
 
 
 def _try(folder: Path) -> None:
-    tokenizer = load(folder)
+    tokenizer = load_within_limits(folder)
     check_special_tokens(tokenizer, _read(folder))
     for text in TEXTS:
         ids = _encode(tokenizer, text)

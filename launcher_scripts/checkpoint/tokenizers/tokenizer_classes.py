@@ -439,7 +439,7 @@ _INCORRECT = (
 )
 
 
-def class_name(model_type: str | None, named: str | None, *, byte_level: bool) -> str:
+def tokenizer_class_name(model_type: str | None, named: str | None, *, byte_level: bool) -> str:
     """The class by which transformers reads a tokenizer: a key of CLASSES, BACKEND, or unknown.
 
     named:      what the files name; None: nothing

@@ -367,7 +367,7 @@ _CHARSMAP = 2
 
 
 @dataclass(frozen=True)
-class Piece:
+class VocabularyPiece:
     """text, score and type (NORMAL, ...); its id is its index."""
 
     text: str
@@ -384,7 +384,7 @@ class SentencePieceModel:
     charsmap:      the compiled normalization; b"" without one
     """
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[VocabularyPiece, ...]
     charsmap: bytes
     algorithm: int
     byte_fallback: bool
@@ -398,7 +398,7 @@ class SentencePieceModel:
     @classmethod
     def parse(cls, content: bytes) -> SentencePieceModel:
         """Raises ValueError for a file that is not such a model, or is truncated."""
-        pieces: list[Piece] = []
+        pieces: list[VocabularyPiece] = []
         trainer: dict[int, Any] = {}
         charsmap = b""
         for number, value in _fields(memoryview(content)):
@@ -417,13 +417,15 @@ class SentencePieceModel:
         return cls(tuple(pieces), charsmap, **values)
 
 
-def _piece(content: Any) -> Piece:
+def _piece(content: Any) -> VocabularyPiece:
     fields = dict(_fields(content))
     score = fields.get(2, b"\0\0\0\0")
     if not isinstance(score, memoryview | bytes) or len(score) != 4:
         raise ValueError("it is not a SentencePiece model: a score is not a float")
     text = _converted(fields.get(1, ""), str)
-    return Piece(text, struct.unpack("<f", score)[0], _converted(fields.get(3, NORMAL), int))
+    return VocabularyPiece(
+        text, struct.unpack("<f", score)[0], _converted(fields.get(3, NORMAL), int)
+    )
 
 
 def _message(value: Any) -> Any:

@@ -22,7 +22,7 @@ class Sample(NamedTuple):
 class Histogram:
     """Number of values in each bucket, and their sum."""
 
-    def __init__(self, metric: names.Metric) -> None:
+    def __init__(self, metric: names.MetricSpec) -> None:
         self._metric = metric
         self._counts = [0] * (len(metric.buckets) + 1)
         self._sum = 0.0

@@ -24,8 +24,8 @@ from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
 from launcher_scripts.checkpoint.fastertransformer.manifest import identity, source_digest
 from launcher_scripts.checkpoint.formats.archive import Archive
 from launcher_scripts.checkpoint.layout.layouts import full_blocks, rank_columns
-from launcher_scripts.checkpoint.layout.streaming import strips
 from launcher_scripts.checkpoint.layout.tasks import Task, make_plan
+from launcher_scripts.checkpoint.layout.writing import strips
 from launcher_scripts.common.errors import CheckpointError, ConfigError, Problems, problem
 from launcher_scripts.common.files import MANIFEST, file_digest
 from launcher_scripts.engine.messages.message import (
@@ -161,11 +161,11 @@ class RefitSource:
         """
         # The readers of all formats are loaded when they are needed.
         from launcher_scripts.checkpoint.export import open_source
-        from launcher_scripts.checkpoint.huggingface.config_json import differences
+        from launcher_scripts.checkpoint.huggingface.config_json import config_differences
 
         checkpoint = open_source(Archive(folder), "huggingface")
         problems = Problems(f"the weights of {folder} for the model that is served")
-        for difference in differences(checkpoint.config, served.config):
+        for difference in config_differences(checkpoint.config, served.config):
             problems.add(difference)
         problems.raise_if_any(ConfigError)
         rows = family_of(checkpoint.config).weights(checkpoint.config)

@@ -33,7 +33,7 @@ class LoadRequest:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ClientPlan:
     """Requests of one client process.
 
     requests: of a closed loop, to be asked in turn; of an open loop, each at its time
@@ -48,7 +48,7 @@ class Plan:
     warmup: float
     timeout: float
 
-    def divided(self, processes: int) -> list[Plan]:
+    def divided(self, processes: int) -> list[ClientPlan]:
         """As even parts for that many processes, or for fewer where there are fewer clients."""
         parts = min(processes, self.clients or processes, len(self.requests))
         parts = min(parts, self.count or parts)
@@ -64,7 +64,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Load:
+class RunLoad:
     """One run's load: a closed loop of clients, an open loop of a rate, or the trace."""
 
     clients: int | None = None
@@ -77,7 +77,9 @@ class Load:
         return "the trace" if self.rate is None else f"{self.rate:g} requests/s"
 
 
-def make_plan(settings: LoadSettings, load: Load, prompts: Prompts, request_timeout: float) -> Plan:
+def plan_clients(
+    settings: LoadSettings, load: RunLoad, prompts: Prompts, request_timeout: float
+) -> ClientPlan:
     """Raises ConfigError for a trace that cannot be read or has no request that counts."""
     if load.clients is not None:
         size = POOL if settings.requests is None else settings.requests
@@ -89,7 +91,7 @@ def make_plan(settings: LoadSettings, load: Load, prompts: Prompts, request_time
         requests = tuple(replace(prompts.request(i), at=at) for i, at in enumerate(times))
     else:
         requests = trace_requests(Path(settings.trace_file or ""), settings, prompts)
-    return Plan(
+    return ClientPlan(
         requests,
         load.clients or 0,
         settings.requests if load.clients else None,
@@ -201,7 +203,7 @@ class Prompts:
         return tuple(random.integers(1, self._vocab_size, length).tolist())
 
 
-def read_texts(path: Path) -> Iterator[str]:
+def read_prompt_texts(path: Path) -> Iterator[str]:
     """The prompts of a data_file. Raises ConfigError for a line that holds none."""
     for number, row in _json_lines(path, "evaluate.load.prompts.data_file"):
         text = row.get("text", row.get("prompt")) if isinstance(row, dict) else row
@@ -221,7 +223,7 @@ LAG_SAMPLE_SECONDS = 0.01
 
 
 @dataclass(frozen=True)
-class Answer:
+class TimedResponse:
     """One request as its client saw it; times are of the event loop, in seconds.
 
     asked:     when it was sent; in an open loop, when it should have been
@@ -251,13 +253,13 @@ class DriverResult:
     lags:  seconds by which the event loop woke too late, sampled
     """
 
-    answers: tuple[Answer, ...]
+    answers: tuple[TimedResponse, ...]
     begin: float
     busy: float
     lags: tuple[float, ...]
 
 
-async def drive(plan: Plan, send: Send) -> DriverResult:
+async def drive(plan: ClientPlan, send: Send) -> DriverResult:
     """Do the plan; ends when every request is answered, has failed or has timed out."""
     loop = asyncio.get_running_loop()
     lags: list[float] = []
@@ -274,7 +276,7 @@ async def drive(plan: Plan, send: Send) -> DriverResult:
     return DriverResult(tuple(answers), start + plan.warmup, busy, tuple(lags))
 
 
-async def _closed(plan: Plan, send: Send, start: float) -> Sequence[Answer]:
+async def _closed(plan: ClientPlan, send: Send, start: float) -> Sequence[TimedResponse]:
     loop = asyncio.get_running_loop()
     requests = itertools.cycle(plan.requests)
     begin, answers, num_sent = start + plan.warmup, [], 0
@@ -296,7 +298,7 @@ async def _closed(plan: Plan, send: Send, start: float) -> Sequence[Answer]:
     return answers
 
 
-async def _open(plan: Plan, send: Send, start: float) -> Sequence[Answer]:
+async def _open(plan: ClientPlan, send: Send, start: float) -> Sequence[TimedResponse]:
     loop = asyncio.get_running_loop()
     tasks = []
     for request in plan.requests:
@@ -309,7 +311,7 @@ async def _open(plan: Plan, send: Send, start: float) -> Sequence[Answer]:
 
 async def _sent(
     send: Send, request: LoadRequest, sent_at: float, counts: bool, timeout: float
-) -> Answer:
+) -> TimedResponse:
     loop = asyncio.get_running_loop()
     responses: list[tuple[float, int]] = []
 
@@ -326,7 +328,7 @@ async def _sent(
         error = f"no answer within {timeout:g} s"
     except Exception as failure:  # of whichever transport: the other requests go on
         error = f"{type(failure).__name__}: {failure}"
-    return Answer(
+    return TimedResponse(
         sent_at,
         loop.time(),
         len(request.prompt_ids),

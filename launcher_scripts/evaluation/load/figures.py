@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from launcher_scripts.config.evaluation import GoodputBounds
-from launcher_scripts.evaluation.load.driver import Answer, DriverResult, Load, lag_p99
+from launcher_scripts.evaluation.load.driver import DriverResult, RunLoad, TimedResponse, lag_p99
 
 Percentiles = dict[str, float]
 
@@ -47,8 +47,8 @@ class LoadRun:
     invalid_reasons: tuple[str, ...] = field(default=())
 
     @property
-    def load(self) -> Load:
-        return Load(self.clients, self.rate)
+    def load(self) -> RunLoad:
+        return RunLoad(self.clients, self.rate)
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> LoadRun:
@@ -59,7 +59,7 @@ class LoadRun:
 
 def run_figures(
     path: str,
-    load: Load,
+    load: RunLoad,
     driven: Sequence[DriverResult],
     seconds: float | None,
     bounds: GoodputBounds,
@@ -113,23 +113,23 @@ def run_figures(
     )
 
 
-def latency(answer: Answer) -> float:
+def latency(answer: TimedResponse) -> float:
     """Seconds to the last token."""
     return answer.responses[-1][0] - answer.asked
 
 
-def first_token(answer: Answer) -> float:
+def first_token(answer: TimedResponse) -> float:
     return answer.responses[0][0] - answer.asked
 
 
-def per_token(answer: Answer) -> float:
+def per_token(answer: TimedResponse) -> float:
     """Mean seconds from one token to the next; of an answer that came whole, of its latency."""
     if len(answer.responses) == 1:
         return latency(answer) / answer.tokens
     return (latency(answer) - first_token(answer)) / (answer.tokens - 1)
 
 
-def token_gaps(answer: Answer) -> list[float]:
+def token_gaps(answer: TimedResponse) -> list[float]:
     """Seconds between tokens; those that came in one response share its time evenly."""
     gaps = []
     for (before, had), (at, has) in zip(answer.responses, answer.responses[1:], strict=False):
@@ -137,7 +137,7 @@ def token_gaps(answer: Answer) -> list[float]:
     return gaps
 
 
-def within(answer: Answer, bounds: GoodputBounds) -> bool:
+def within(answer: TimedResponse, bounds: GoodputBounds) -> bool:
     """Return whether an answer keeps every bound."""
     measured = (
         (bounds.first_token_ms, first_token(answer)),
@@ -159,7 +159,10 @@ def percentiles(seconds: Sequence[float]) -> Percentiles | None:
 
 
 def _timeline(
-    answers: Sequence[Answer], finished: Sequence[Answer], begin: float, duration: float
+    answers: Sequence[TimedResponse],
+    finished: Sequence[TimedResponse],
+    begin: float,
+    duration: float,
 ) -> list[dict[str, int]]:
     """Answers and tokens that came in each second of the run; the last one may be a part."""
     rows: list[dict[str, Any]] = [
@@ -190,7 +193,7 @@ WITHIN = 0.9
 # The search ends when the two loads around the answer are this close.
 CLOSE = 1.1
 
-Measure = Callable[[Load], LoadRun]
+Measure = Callable[[RunLoad], LoadRun]
 
 
 @dataclass(frozen=True)
@@ -205,7 +208,7 @@ class Saturation:
     text: str
 
 
-def find_saturation(measure: Measure, start: Load, max_runs: int) -> Saturation:
+def find_saturation(measure: Measure, start: RunLoad, max_runs: int) -> Saturation:
     """Double the load until the server does not carry it, then bisect.
 
     A load is carried when its run is valid, 90 % of its answers keep the bounds and, in an open
@@ -214,7 +217,7 @@ def find_saturation(measure: Measure, start: Load, max_runs: int) -> Saturation:
     """
     carried: LoadRun | None = None
     rejected: LoadRun | None = None
-    load: Load | None = start
+    load: RunLoad | None = start
     path = why = ""
     for _ in range(max_runs):
         if load is None:
@@ -230,7 +233,7 @@ def find_saturation(measure: Measure, start: Load, max_runs: int) -> Saturation:
     return _saturation(path, carried, rejected, why)
 
 
-def _next(carried: LoadRun | None, rejected: LoadRun | None) -> Load | None:
+def _next(carried: LoadRun | None, rejected: LoadRun | None) -> RunLoad | None:
     """The load to try now; None where the two are close enough."""
     if rejected is None:
         return None if carried is None else _scaled(carried.load, 2.0)
@@ -240,18 +243,18 @@ def _next(carried: LoadRun | None, rejected: LoadRun | None) -> Load | None:
     low, high = _size(carried.load), _size(rejected.load)
     middle = (low + high) / 2
     if rejected.clients is None:
-        return None if high / low <= CLOSE else Load(rate=middle)
+        return None if high / low <= CLOSE else RunLoad(rate=middle)
     near = high - low <= 1 or high / low <= CLOSE
-    return None if near else Load(clients=int(middle))
+    return None if near else RunLoad(clients=int(middle))
 
 
-def _scaled(load: Load, factor: float) -> Load:
+def _scaled(load: RunLoad, factor: float) -> RunLoad:
     if load.clients is not None:
-        return Load(clients=max(1, int(load.clients * factor)))
-    return Load(rate=_size(load) * factor)
+        return RunLoad(clients=max(1, int(load.clients * factor)))
+    return RunLoad(rate=_size(load) * factor)
 
 
-def _size(load: Load) -> float:
+def _size(load: RunLoad) -> float:
     return float(load.clients or load.rate or 0)
 
 

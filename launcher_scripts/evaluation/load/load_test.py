@@ -32,14 +32,14 @@ from launcher_scripts.common.tokenizer import Tokenizer
 from launcher_scripts.config.evaluation import LoadSettings
 from launcher_scripts.config.settings import EvaluateSettings
 from launcher_scripts.evaluation.load.driver import (
-    Answer,
+    ClientPlan,
     DriverResult,
-    Load,
-    Plan,
     Prompts,
+    RunLoad,
+    TimedResponse,
     drive,
-    make_plan,
-    read_texts,
+    plan_clients,
+    read_prompt_texts,
 )
 from launcher_scripts.evaluation.load.figures import (
     LoadRun,
@@ -48,14 +48,14 @@ from launcher_scripts.evaluation.load.figures import (
     invalid_reasons,
     run_figures,
 )
-from launcher_scripts.evaluation.load.paths import Target, TokenRequest
+from launcher_scripts.evaluation.load.paths import LoadTarget, TokenRequest
 from launcher_scripts.evaluation.served.client import Client
 from launcher_scripts.evaluation.tasks.prompts import read_tokenizer, read_vocab_size
 
 _START_SECONDS = 120.0  # for a process to import what it needs
 
 
-def run_plan(target: Target, plan: Plan, processes: int) -> list[DriverResult]:
+def run_plan(target: LoadTarget, plan: ClientPlan, processes: int) -> list[DriverResult]:
     """Run each client process; one of them is this process.
 
     Raises ServerError when a process dies.
@@ -83,13 +83,13 @@ def run_plan(target: Target, plan: Plan, processes: int) -> list[DriverResult]:
             process.join()
 
 
-def _work(target: Target, plan: Plan, barrier: Barrier, sender: Connection) -> None:
+def _work(target: LoadTarget, plan: ClientPlan, barrier: Barrier, sender: Connection) -> None:
     barrier.wait(_START_SECONDS)
     sender.send(asyncio.run(_drive(target, plan)))
     sender.close()
 
 
-async def _drive(target: Target, plan: Plan) -> DriverResult:
+async def _drive(target: LoadTarget, plan: ClientPlan) -> DriverResult:
     path = target.open()
     try:
         return await drive(plan, path.ask)
@@ -116,7 +116,12 @@ def find_guidellm() -> str:
 
 
 def run_guidellm(
-    target: Target, load: Load, plan: Plan, texts: Sequence[str], seed: int, limit: float
+    target: LoadTarget,
+    load: RunLoad,
+    plan: ClientPlan,
+    texts: Sequence[str],
+    seed: int,
+    limit: float,
 ) -> list[DriverResult]:
     """Run guidellm. texts: the plan's prompts; limit: seconds for its whole command.
 
@@ -126,7 +131,7 @@ def run_guidellm(
     command = find_guidellm()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        config = configuration(target, load, plan, seed, folder)
+        config = guidellm_configuration(target, load, plan, seed, folder)
         rows = [
             {"prompt": text, "output_tokens_count": request.output_len}
             for text, request in zip(texts, plan.requests, strict=True)
@@ -157,8 +162,8 @@ def run_guidellm(
     return [driven_of(benchmark, plan, limit)]
 
 
-def configuration(
-    target: Target, load: Load, plan: Plan, seed: int, folder: Path
+def guidellm_configuration(
+    target: LoadTarget, load: RunLoad, plan: ClientPlan, seed: int, folder: Path
 ) -> dict[str, Any]:
     """Its configuration file, whose data and report are in `folder`."""
     backend: dict[str, Any] = {
@@ -192,7 +197,7 @@ def configuration(
     }
 
 
-def driven_of(benchmark: Mapping[str, Any], plan: Plan, limit: float) -> DriverResult:
+def driven_of(benchmark: Mapping[str, Any], plan: ClientPlan, limit: float) -> DriverResult:
     """Its requests as answers; tokens between the first and the last one came evenly.
 
     Raises ServerError for times that lie further apart than the `limit` seconds of its command.
@@ -211,7 +216,7 @@ def driven_of(benchmark: Mapping[str, Any], plan: Plan, limit: float) -> DriverR
     return DriverResult(measured, begin, 0.0, () if plan.clients else lags)
 
 
-def _answer(request: Mapping[str, Any], plan: Plan) -> Answer:
+def _answer(request: Mapping[str, Any], plan: ClientPlan) -> TimedResponse:
     times, tokens = request["info"]["timings"], int(request["output_tokens"] or 0)
     first, last = times["first_token_iteration"], times["last_token_iteration"]
     responses: tuple[tuple[float, int], ...] = ()
@@ -222,7 +227,7 @@ def _answer(request: Mapping[str, Any], plan: Plan) -> Answer:
             for index in range(tokens)
         )
     requested = json.loads(request["request_args"])["body"]["max_tokens"]
-    return Answer(
+    return TimedResponse(
         times["request_start"] if plan.clients else times["targeted_start"],
         times["request_end"],
         int(request["prompt_tokens"] or 0),
@@ -263,12 +268,12 @@ class LoadTest:
         for item in self.loads():
             self._plan(item)
 
-    def loads(self) -> Iterator[Load]:
+    def loads(self) -> Iterator[RunLoad]:
         """Iterate over the loads of one path."""
-        yield from (Load(clients=count) for count in self._load.clients)
-        yield from (Load(rate=rate) for rate in self._load.rates)
+        yield from (RunLoad(clients=count) for count in self._load.clients)
+        yield from (RunLoad(rate=rate) for rate in self._load.rates)
         if self._load.trace_file is not None:
-            yield Load()
+            yield RunLoad()
 
     def run_all(self) -> None:
         """Every load on every path. Raises ServerError when the time limit is over."""
@@ -280,11 +285,11 @@ class LoadTest:
         """Return the saturation of the first path, by clients if there are some, else by rates."""
         sizes = self._load.clients or self._load.rates
         by_clients = bool(self._load.clients)
-        start = Load(clients=int(min(sizes))) if by_clients else Load(rate=min(sizes))
+        start = RunLoad(clients=int(min(sizes))) if by_clients else RunLoad(rate=min(sizes))
         path = self._load.paths[0]
         return find_saturation(lambda load: self.run(path, load), start, self._load.saturation_runs)
 
-    def run(self, path: str, load: Load) -> LoadRun:
+    def run(self, path: str, load: RunLoad) -> LoadRun:
         """A run that was made already is not made again."""
         for run in self.runs:
             if run.path == path and run.load == load:
@@ -315,7 +320,7 @@ class LoadTest:
         self._noted(run)
         return run
 
-    def _driven(self, path: str, load: Load) -> tuple[str, Sequence[DriverResult]]:
+    def _driven(self, path: str, load: RunLoad) -> tuple[str, Sequence[DriverResult]]:
         target, plan = self._targets[path], self._plan(load)
         generator, tokenizer = self._load.generator, self._tokenizer
         if path != "gateway" or generator == "builtin" or tokenizer is None:
@@ -324,8 +329,8 @@ class LoadTest:
         texts = [tokenizer.decode(request.prompt_ids) for request in plan.requests]
         return "guidellm", run_guidellm(target, load, plan, texts, self._load.seed, left)
 
-    def _plan(self, load: Load) -> Plan:
-        return make_plan(self._load, load, self._prompts, self._settings.request_timeout)
+    def _plan(self, load: RunLoad) -> ClientPlan:
+        return plan_clients(self._load, load, self._prompts, self._settings.request_timeout)
 
     def _received_since(self, before: int) -> tuple[int, int] | None:
         try:
@@ -336,7 +341,7 @@ class LoadTest:
 
 def make_targets(
     settings: EvaluateSettings, load: LoadSettings, client: Client
-) -> dict[str, Target]:
+) -> dict[str, LoadTarget]:
     """By path. Raises ConfigError for a path that the ready files give no address of."""
     files = replica_files(Path(settings.ready_file), settings.replicas)
     ready = [json.loads(file.read_text(encoding="utf-8")) for file in files]
@@ -356,7 +361,7 @@ def make_targets(
                     else "evaluate.load.paths",
                 )
             )
-        targets[path] = Target(
+        targets[path] = LoadTarget(
             path,
             tuple(address.rstrip("/") for address in addresses),
             tokens,
@@ -383,7 +388,7 @@ def _api_key(load: LoadSettings) -> str | None:
 def _prompts(load: LoadSettings, vocab_size: int, tokenizer: Tokenizer | None) -> Prompts:
     if tokenizer is None or load.prompts.data_file is None:
         return Prompts(load.prompts, load.seed, vocab_size)
-    texts = [tokenizer.encode(text) for text in read_texts(Path(load.prompts.data_file))]
+    texts = [tokenizer.encode(text) for text in read_prompt_texts(Path(load.prompts.data_file))]
     if not any(texts):
         change = "evaluate.load.prompts.data_file"
         raise ConfigError(problem(f"{load.prompts.data_file} has no prompt", change=change))

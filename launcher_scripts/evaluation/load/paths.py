@@ -183,7 +183,7 @@ Path = GatewayPath | GrpcPath | TritonHttpPath
 
 
 @dataclass(frozen=True)
-class Target:
+class LoadTarget:
     """One path to one model.
 
     addresses: host:port of each server, or the gateway's http://host:port/v1

@@ -235,7 +235,7 @@ POLL_SECONDS = 0.2
 PROBE_SECONDS = 10.0  # how long a server may take to say that it is ready
 
 
-def connect(settings: EvaluateSettings) -> tuple[Client, dict[str, Any]]:
+def open_client(settings: EvaluateSettings) -> tuple[Client, dict[str, Any]]:
     """A client of the servers that the ready files name, and what the first of them says.
 
     Waits until every file is there and every server answers that the model is ready, at most

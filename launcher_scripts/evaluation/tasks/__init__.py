@@ -4,12 +4,12 @@ from launcher_scripts.evaluation.tasks import encode, lambada, text_tasks
 from launcher_scripts.evaluation.tasks.task import Task
 
 TASKS: dict[str, Task] = {
-    "lambada": lambada.run,
+    "lambada": lambada.run_lambada,
     "squad": text_tasks.run_squad,
     "boolq_generate": text_tasks.run_boolq,
     "summarization": text_tasks.run_summarization,
     "translation": text_tasks.run_translation,
-    "encode": encode.run,
+    "encode": encode.run_encode,
 }
 # Those that ask the reference themselves, because a report does not hold what they compare.
 COMPARING = ("encode",)

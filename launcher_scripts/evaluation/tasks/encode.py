@@ -39,7 +39,7 @@ TEMPLATE = "{text}"
 PART = 64
 
 
-def read_texts(settings: TaskSettings) -> list[str]:
+def read_encoder_texts(settings: TaskSettings) -> list[str]:
     """The first `limit` lines; raises ConfigError that names every empty one."""
     lines = read_lines(settings.data_file, f"evaluate.tasks.{settings.name}.data_file")
     problems = Problems(f"the texts in {settings.data_file}")
@@ -52,7 +52,7 @@ def read_texts(settings: TaskSettings) -> list[str]:
     return texts
 
 
-def compared(served: States, reference: States) -> dict[str, float]:
+def compare_states(served: States, reference: States) -> dict[str, float]:
     """One item's agreement.
 
     cosine_similarity:   of the states of the token for which it is smallest
@@ -79,7 +79,7 @@ def compared(served: States, reference: States) -> dict[str, float]:
     }
 
 
-def summarise(items: Sequence[dict[str, Any]]) -> dict[str, Metric]:
+def summarise_states(items: Sequence[dict[str, Any]]) -> dict[str, Metric]:
     """The means over the items, and the largest difference of all of them."""
 
     def mean(name: str, meaning: str) -> Metric:
@@ -99,11 +99,13 @@ def summarise(items: Sequence[dict[str, Any]]) -> dict[str, Metric]:
     }
 
 
-def run(settings: TaskSettings, model: EvaluatedModel, progress: ProgressCallback) -> TaskResult:
+def run_encode(
+    settings: TaskSettings, model: EvaluatedModel, progress: ProgressCallback
+) -> TaskResult:
     """Encode the texts of settings.data_file, settings.batch_size of them in flight."""
     from launcher_scripts.evaluation.tasks.transformers_model import TransformersEncoder
 
-    texts = read_texts(settings)
+    texts = read_encoder_texts(settings)
     reference = TransformersEncoder(Path(str(settings.reference)))
     fields = [{"text": text} for text in texts]
     rows = [
@@ -130,7 +132,7 @@ def run(settings: TaskSettings, model: EvaluatedModel, progress: ProgressCallbac
         {"index": index, "text": text, "tokens": len(row.input_ids), **agreement}
         for index, (row, text, agreement) in enumerate(zip(rows, texts, agreements, strict=True))
     ]
-    return TaskResult(summarise(items), items)
+    return TaskResult(summarise_states(items), items)
 
 
 def _agreement(
@@ -141,4 +143,4 @@ def _agreement(
         label = "the served model and the reference have states of other sizes"
         sizes = f"{served.shape} and {expected.shape}"
         raise ConfigError(problem(label, got=sizes, change=REFERENCE_KEY))
-    return compared(served, expected)
+    return compare_states(served, expected)

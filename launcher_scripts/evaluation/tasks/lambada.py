@@ -46,7 +46,7 @@ class Item:
     target_length: int
 
 
-def read_texts(data_file: Path, limit: int | None = None) -> list[str]:
+def read_passages(data_file: Path, limit: int | None = None) -> list[str]:
     """The first `limit` texts of a JSON-lines file of {"text": ...} objects."""
     lines = read_lines(str(data_file), "evaluate.tasks.lambada.data_file")
     texts = []
@@ -121,7 +121,7 @@ def score_item(item: Item, logits: NDArray[np.float32]) -> dict[str, Any]:
     }
 
 
-def measure(
+def score_items(
     items: Sequence[Item], logits_of_rows: Iterable[NDArray[np.float32]]
 ) -> Iterator[dict[str, Any]]:
     """The report's items in order; row n of logits is that of rows_to_score's row n."""
@@ -161,7 +161,7 @@ def fitting(items: Sequence[Item], positions: int | None) -> list[Item]:
     return [dataclasses.replace(item, tokens=item.tokens[-positions - 1 :]) for item in items]
 
 
-def learned_positions(folder: Path) -> int | None:
+def max_positions_of(folder: Path) -> int | None:
     """Return the size of the model's table of positions, by its config.ini; None without a
     table."""
     config = read_model_ini(folder)
@@ -174,7 +174,7 @@ def learned_positions(folder: Path) -> int | None:
     return config["gpt"].getint("max_pos_seq_len")
 
 
-def summarise(items: Sequence[dict[str, Any]]) -> dict[str, Metric]:
+def summarise_lambada(items: Sequence[dict[str, Any]]) -> dict[str, Metric]:
     """The task's figures; the perplexity's interval comes from the mean log-likelihood's."""
     mean, half_width = mean_95(np.array([item["log_likelihood"] for item in items]))
     low = high = None
@@ -195,17 +195,19 @@ def summarise(items: Sequence[dict[str, Any]]) -> dict[str, Metric]:
     }
 
 
-def run(settings: TaskSettings, model: EvaluatedModel, progress: ProgressCallback) -> TaskResult:
+def run_lambada(
+    settings: TaskSettings, model: EvaluatedModel, progress: ProgressCallback
+) -> TaskResult:
     """Measure the items of settings.data_file, settings.batch_size of them in flight."""
-    texts = read_texts(Path(settings.data_file), settings.limit)
-    passages = fitting(make_items(texts, model.tokenizer.encode), learned_positions(model.folder))
+    texts = read_passages(Path(settings.data_file), settings.limit)
+    passages = fitting(make_items(texts, model.tokenizer.encode), max_positions_of(model.folder))
     items: list[dict[str, Any]] = []
 
     def send(first: int) -> Iterator[dict[str, Any]]:
         left = passages[first:]
-        return measure(left, model.model.score(rows_to_score(left), settings.batch_size))
+        return score_items(left, model.model.score(rows_to_score(left), settings.batch_size))
 
     for item in model.continued(send):
         items.append(item)
         progress(len(items), len(passages))
-    return TaskResult(summarise(items), items)
+    return TaskResult(summarise_lambada(items), items)

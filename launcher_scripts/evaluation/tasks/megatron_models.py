@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 from launcher_scripts.common.errors import ConfigError, problem
 from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
 from launcher_scripts.evaluation.tasks.task import (
-    Model,
     NoReferenceError,
     Reference,
+    TaskModel,
     TorchReference,
     reject_tuned,
 )
@@ -125,7 +125,7 @@ class CoreModel(TorchReference):
             raise NoReferenceError(
                 problem(f"the reference needs the package {error.name}")
             ) from error
-        if reasons := unsupported_reasons(options):
+        if reasons := core_unsupported_reasons(options):
             raise NoReferenceError(f"the core alone does not compute it: {', '.join(reasons)}")
         self._torch = torch
         self.name = f"Megatron-LM core {megatron.core.__version__}, float32"
@@ -158,7 +158,7 @@ class CoreModel(TorchReference):
         return logits
 
 
-def unsupported_reasons(options: Mapping[str, Any]) -> list[str]:
+def core_unsupported_reasons(options: Mapping[str, Any]) -> list[str]:
     """Return the changes of a tool outside of the core's own model."""
     changed = [
         f"{name} {options[name]}"
@@ -255,7 +255,7 @@ def _host(options: dict[str, Any]) -> dict[str, Any]:
     return {**options, "device": "cpu"} if "device" in options else options
 
 
-class NemoModel(Reference, Model):
+class NemoReference(Reference, TaskModel):
     """Scores, and generates greedily; every token takes a pass over the whole row."""
 
     def __init__(self, path: Path, *, any_class: bool = False) -> None:

@@ -103,7 +103,7 @@ def shortened(ids: tuple[int, ...], max_tokens: int, num_suffix: int) -> tuple[i
     return (*ids[: max_tokens - num_suffix], *ids[len(ids) - num_suffix :])
 
 
-def answers(
+def generate_texts(
     model: EvaluatedModel,
     prompts: Sequence[TaskPrompt],
     settings: TaskSettings,
@@ -130,7 +130,7 @@ def answers(
     return texts
 
 
-def filled(template: str, fields: Mapping[str, str], key: str) -> str:
+def fill_template(template: str, fields: Mapping[str, str], key: str) -> str:
     """The template with every {name} replaced by that field, whatever braces the fields hold."""
     unknown = sorted(set(_FIELD.findall(template)) - set(fields))
     if unknown:
@@ -153,7 +153,10 @@ def prompts_of(
     key = f"evaluate.tasks.{settings.name}.generation.template"
     _, has_field, ending = template.rpartition(f"{{{longest}}}")
     return [
-        TaskPrompt(filled(template, fields, key), filled(ending, fields, key) if has_field else "")
+        TaskPrompt(
+            fill_template(template, fields, key),
+            fill_template(ending, fields, key) if has_field else "",
+        )
         for fields in items
     ]
 

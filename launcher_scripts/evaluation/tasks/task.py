@@ -259,7 +259,7 @@ class TaskResult:
     pace: Speed | None = None
 
 
-class Model(Protocol):
+class TaskModel(Protocol):
     """The model that a task uses: evaluation/served/client.py's Client, or anything else with
     logits."""
 
@@ -383,7 +383,7 @@ class EvaluatedModel:
                evaluation goes on where it was
     """
 
-    model: Model
+    model: TaskModel
     tokenizer: Tokenizer
     folder: Path
     special: SpecialIds = field(default_factory=SpecialIds)

@@ -18,7 +18,7 @@ from typing import Any
 from launcher_scripts.common.errors import ConfigError, Problems, problem
 from launcher_scripts.config.evaluation import TaskSettings
 from launcher_scripts.evaluation.tasks.prompts import (
-    answers,
+    generate_texts,
     numbered,
     prompts_of,
     read_lines,
@@ -95,7 +95,7 @@ def run_boolq(
     prompts = prompts_of(
         settings, BOOLQ_TEMPLATE, (question.fields for question in questions), "passage"
     )
-    generated = answers(model, prompts, settings, progress)
+    generated = generate_texts(model, prompts, settings, progress)
     items = [
         {
             "index": index,
@@ -186,7 +186,7 @@ def f1(prediction: str, answer: str) -> float:
     return 2 * precision * recall / (precision + recall)
 
 
-def judge(index: int, question: Question, generated: str) -> dict[str, Any]:
+def judge_answers(index: int, question: Question, generated: str) -> dict[str, Any]:
     """One item of the report."""
     lines = generated.splitlines()
     prediction = lines[0].strip() if lines else ""
@@ -218,9 +218,9 @@ def run_squad(
     prompts = prompts_of(
         settings, SQUAD_TEMPLATE, (question.fields for question in questions), "context"
     )
-    generated = answers(model, prompts, settings, progress)
+    generated = generate_texts(model, prompts, settings, progress)
     pairs = zip(questions, generated, strict=True)
-    items = [judge(index, question, text) for index, (question, text) in enumerate(pairs)]
+    items = [judge_answers(index, question, text) for index, (question, text) in enumerate(pairs)]
     return TaskResult(summarise_squad(items), items)
 
 
@@ -265,7 +265,7 @@ def score(prediction: str, target: str) -> dict[str, float]:
     return {name: float(scores[name].fmeasure) for name in MEASURES}
 
 
-def summarise(items: Sequence[dict[str, Any]]) -> dict[str, Metric]:
+def summarise_scores(items: Sequence[dict[str, Any]]) -> dict[str, Metric]:
     """The mean of every measure."""
     return {
         name: average([item[name] for item in items], True, f"mean F-measure of {name}")
@@ -278,7 +278,7 @@ def run_summarization(
 ) -> TaskResult:
     """Summarise the articles of settings.data_file."""
     articles = read_articles(settings)
-    predictions = answers(
+    predictions = generate_texts(
         model, prompts_of(settings, SUMMARY_TEMPLATE, articles, "article"), settings, progress
     )
     items = [
@@ -291,7 +291,7 @@ def run_summarization(
         }
         for index, (article, prediction) in enumerate(zip(articles, predictions, strict=True))
     ]
-    return TaskResult(summarise(items), items)
+    return TaskResult(summarise_scores(items), items)
 
 
 TRANSLATION_TEMPLATE = "{source}"
@@ -341,7 +341,7 @@ def run_translation(
     prompts = prompts_of(
         settings, TRANSLATION_TEMPLATE, ({"source": source} for source in sources), "source"
     )
-    predictions = answers(model, prompts, settings, progress)
+    predictions = generate_texts(model, prompts, settings, progress)
     rows = zip(sources, targets, predictions, strict=True)
     return TaskResult(
         corpus_scores(predictions, targets),

@@ -23,15 +23,15 @@ from launcher_scripts.evaluation.served.tensors import States
 from launcher_scripts.evaluation.tasks.task import (
     REFERENCE_KEY,
     HiddenStates,
-    Model,
     NoReferenceError,
+    TaskModel,
     TorchReference,
     reject_tuned,
 )
 from launcher_scripts.models.bart import NEVER
 
 
-class TransformersModel(TorchReference, Model):
+class TransformersModel(TorchReference, TaskModel):
     """Generates greedily or by beams, and scores."""
 
     def __init__(self, folder: Path) -> None:

@@ -98,7 +98,7 @@ def certificate(model: str, section: Mapping[str, Any]) -> dict[str, Any]:
     return json.loads(json.dumps(content))  # type: ignore[no-any-return]
 
 
-def write(results_dir: Path, content: Mapping[str, Any]) -> Path:
+def write_certificate(results_dir: Path, content: Mapping[str, Any]) -> Path:
     """Write certificate/certificate.json below the results; returns its folder."""
     folder = results_dir / FOLDER
     folder.mkdir(parents=True, exist_ok=True)

@@ -90,7 +90,7 @@ _FINDINGS = {
 _COMPARED = ("norm", "query", "key", "value", "attention", "inner", "output", "experts")
 
 
-class Step(Protocol):
+class LayerStep(Protocol):
     """The result of an operation; see engine/runner/tracing.py."""
 
     @property
@@ -112,7 +112,7 @@ class Traced(Protocol):
     def embed(self, stack: str, ids: Sequence[int]) -> Floats: ...
     def layer(
         self, stack: str, layer: int, x: Floats, source: Floats | None = None
-    ) -> Sequence[Step]: ...
+    ) -> Sequence[LayerStep]: ...
     def encoder_norm(self, x: Floats) -> Floats: ...
     def head(self, x: Floats) -> tuple[Floats, Floats]: ...
 
@@ -331,7 +331,7 @@ class LayerComparison:
         width = min(logits.shape[1], states.logits.shape[1])
         return relative_error(logits[:, :width], states.logits[:, :width])
 
-    def _steps(self, export: Traced, location: Location) -> Sequence[Step]:
+    def _steps(self, export: Traced, location: Location) -> Sequence[LayerStep]:
         layer = location.layer or 0
         source = self._states.source if location.stack == _DECODER else None
         before, _ = self._states.layers[location.stack][layer]
@@ -375,7 +375,7 @@ class LayerComparison:
         return "layer", ""
 
     def _moved_heads(
-        self, steps: Sequence[Step], matches: Sequence[tuple[float, Floats | None]]
+        self, steps: Sequence[LayerStep], matches: Sequence[tuple[float, Floats | None]]
     ) -> str | None:
         """Return the first operation whose heads are the original's, but not in its order.
 
@@ -395,7 +395,7 @@ class LayerComparison:
         return None
 
     def _reliable(
-        self, location: Location, differing: Sequence[Location], steps: Sequence[Step]
+        self, location: Location, differing: Sequence[Location], steps: Sequence[LayerStep]
     ) -> list[bool]:
         """Return which steps have a counterpart: as in a layer that agrees, if there is one."""
         others = range(self._export.stacks[location.stack])
@@ -410,7 +410,7 @@ class LayerComparison:
         return [True] * len(steps)
 
     def _matches(
-        self, location: Location, steps: Sequence[Step]
+        self, location: Location, steps: Sequence[LayerStep]
     ) -> list[tuple[float, Floats | None]]:
         """Each step's error beside the original's intermediate that is nearest to it, and that."""
         candidates = self._original.intermediates(

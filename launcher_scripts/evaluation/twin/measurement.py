@@ -27,9 +27,9 @@ from launcher_scripts.evaluation.tasks.prompts import numbered, read_lines, requ
 from launcher_scripts.evaluation.tasks.task import (
     Continue,
     Metric,
-    Model,
     ProgressCallback,
     Reference,
+    TaskModel,
     average,
     fraction,
     from_the_first,
@@ -67,7 +67,7 @@ class ComparedModels:
     trace:     compares the layers of the export with the original's; None: not requested
     """
 
-    model: Model
+    model: TaskModel
     reference: Reference
     served: TextSide | None
     original: TextSide | None
