@@ -63,7 +63,11 @@ MAY_IMPORT = {
     "launcher": {"checkpoint"} | FLOOR,
 }
 # Modules that are copied beside the text models of a repository, so they import nothing of ours.
-COPIED = ("backends.client_watch", "common.text_deltas", "contract.text_names")
+COPIED = (
+    *("backends.text_channel", "backends.text_requests", "backends.text_tensors"),
+    *("backends.text_model", "backends.triton_requests"),
+    *("common.text_deltas", "contract.text_names"),
+)
 COPIED_PACKAGE = "launcher_scripts.common.tokenizer"
 # dependency -> the only places that may import it
 DOORS = {

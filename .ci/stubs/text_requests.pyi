@@ -1,2 +1,2 @@
 # The module as it lies in the folder of a text model.
-from launcher_scripts.backends.text.text_requests import *  # noqa: F403
+from launcher_scripts.backends.text_requests import *  # noqa: F403

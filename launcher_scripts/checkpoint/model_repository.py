@@ -84,8 +84,8 @@ def write_text_models(
         version_dir = folder / name / "1"
         version_dir.mkdir(parents=True)
         (folder / name / "config.pbtxt").write_text(config, encoding="utf-8")
-        for path in text_model_files(role, checkpoint.folder):
-            shutil.copyfile(path, version_dir / path.name)
+        for file_name, path in text_model_files(role, checkpoint.folder).items():
+            shutil.copyfile(path, version_dir / file_name)
         shutil.copytree(TOKENIZER, version_dir / TOKENIZER.name, ignore=_COMPILED)
         write_file_list(version_dir)
 
@@ -182,28 +182,23 @@ def surrounding(config: ModelConfig, files: Tokenizer) -> dict[str, Any]:
     return {name: value for name, value in parameters.items() if value != ""}
 
 
-def text_model_files(role: str, checkpoint_dir: Path) -> list[Path]:
-    """Files in the version folder of a text model, besides the package of tokenizers."""
+def text_model_files(role: str, checkpoint_dir: Path) -> dict[str, Path]:
+    """Files of the version folder of a text model by their names there, besides the package of
+    tokenizers.
+    """
     backends = Path(__file__).resolve().parents[1] / "backends"
-    code: dict[str, tuple[str, ...]] = {
-        "preprocessing": ("preprocessing/model.py", "text_encoding.py"),
-        "postprocessing": ("postprocessing/model.py", text_deltas.__file__),
+    names = ["text_tensors.py", "triton_requests.py"]
+    copied = [text_deltas.__file__] if role == "postprocessing" else []
+    is_text_to_text = role in TEXT_TO_TEXT
+    if is_text_to_text:
+        names += ["text_channel.py", "text_requests.py"]
+        copied = [text_deltas.__file__, text_names.__file__]
+    files = [*(backends / name for name in names), *map(Path, copied)]
+    model = backends / ("text_model.py" if is_text_to_text else f"{role}.py")
+    return {
+        "model.py": model,
+        **{path.name: path for path in (*files, *tokenizer_files(checkpoint_dir))},
     }
-    common_files = (
-        "client_watch.py",
-        "text_encoding.py",
-        text_deltas.__file__,
-        text_names.__file__,
-    )
-    text = () if role in code else (backends / "text").glob("[a-z]*.py")
-    return [
-        *text,
-        *(backends / name for name in code.get(role, common_files)),
-        backends / "text_parameters.py",
-        backends / "text_tensors.py",
-        backends / "older_servers.py",
-        *tokenizer_files(checkpoint_dir),
-    ]
 
 
 KEY = "export.run.model_type"

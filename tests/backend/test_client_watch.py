@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import time
 import weakref
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-from launcher_scripts.backends.client_watch import POLLS_AT_ONCE, ClientWatch
 from tests.processes import wait_for
 
 
@@ -24,14 +25,19 @@ class OpenRequest:
 
 
 @pytest.fixture
-def watch() -> Iterator[ClientWatch]:
-    made = ClientWatch(interval=1.0)
-    yield made
-    made.close()
+def module(backend: Any) -> Any:
+    return importlib.import_module("launcher_scripts.backends.triton_requests")
 
 
-def test_all_are_asked_about_in_turn_until_they_are_forgotten(watch: ClientWatch) -> None:
-    requests = [OpenRequest() for _ in range(2 * POLLS_AT_ONCE + 1)]
+@pytest.fixture
+def watch(module: Any) -> Iterator[Any]:
+    watch = module.ClientWatch(interval=1.0)
+    yield watch
+    watch.close()
+
+
+def test_all_are_asked_about_in_turn_until_they_are_forgotten(module: Any, watch: Any) -> None:
+    requests = [OpenRequest() for _ in range(2 * module.POLLS_AT_ONCE + 1)]
     for request in requests:
         watch.watch(request)
     wait_for(lambda: min(request.asked for request in requests) > 1)
@@ -45,7 +51,7 @@ def test_all_are_asked_about_in_turn_until_they_are_forgotten(watch: ClientWatch
     assert [request.asked for request in requests] == counts
 
 
-def test_a_forgotten_request_is_kept_by_nobody(watch: ClientWatch) -> None:
+def test_a_forgotten_request_is_kept_by_nobody(watch: Any) -> None:
     """Its tensors lie in memory that the server wants back."""
     requests = [OpenRequest()]
     watch.watch(requests[0])

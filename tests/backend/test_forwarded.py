@@ -22,8 +22,8 @@ from launcher_scripts.backends.fastertransformer.forwarded import (
     forwarded_request,
     news,
 )
-from launcher_scripts.backends.text.text_channel import FORWARDED, ChannelMessage
-from launcher_scripts.backends.text.text_channel import Channel as TextChannel
+from launcher_scripts.backends.text_channel import FORWARDED, ChannelMessage
+from launcher_scripts.backends.text_channel import Channel as TextChannel
 from launcher_scripts.common.errors import RequestError
 from launcher_scripts.contract.requests import GenerateOutput
 from tests.processes import wait_for

@@ -17,7 +17,7 @@ import torch
 
 from launcher_scripts.backends.fastertransformer.server import MAX_WAITING_VARIABLE, engine_settings
 from launcher_scripts.backends.fastertransformer.waiting_rows import idle_seconds
-from launcher_scripts.backends.text.text_channel import FORWARDED
+from launcher_scripts.backends.text_channel import FORWARDED
 from launcher_scripts.common.errors import ConfigError
 from launcher_scripts.common.files import DigestChain
 from launcher_scripts.common.parallelism import Parallelism

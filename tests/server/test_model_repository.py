@@ -227,14 +227,13 @@ def test_the_login_side_finds_the_checkpoint_where_the_server_does(
 
 def test_text_models_carry_the_tokenizer_and_its_code(tmp_path: Path) -> None:
     root = export(tmp_path).model_repository
-    code = ["model.py", "older_servers.py", "text_parameters.py", "text_tensors.py", "tokenizer"]
+    code = ["model.py", "text_tensors.py", "tokenizer", "triton_requests.py"]
     files = ["manifest.json", "merges.txt", *code, "vocab.json"]
-    whole = ["encoding", "deltas", "requests", "answers", "forwards", "channel", "names"]
-    roles = {"preprocessing": ["encoding"], "postprocessing": ["deltas"]}
+    whole = ["deltas", "requests", "channel", "names"]
+    roles = {"preprocessing": [], "postprocessing": ["deltas"]}
     for role in TEXT_MODELS:
         version = root / role / "1"
         more = [f"text_{name}.py" for name in roles.get(role, whole)]
-        more += [] if role in roles else ["client_watch.py"]
         assert sorted(path.name for path in version.iterdir()) == sorted([*files, *more])
     assert sorted(path.name for path in root.iterdir()) == [*TEXT_MODELS, "tiny"]
 

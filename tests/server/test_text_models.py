@@ -22,11 +22,9 @@ from tests.tokenizer.panics import PANIC_TEXT, fragile_tokenizer
 
 ROOM = Path(backends.__file__).parent
 LONE_MODULES = (
-    "older_servers",
-    "text_encoding",
-    "text_parameters",
     "text_tensors",
     "tokenizer",
+    "triton_requests",
     "triton_python_backend_utils",
 )
 
@@ -62,7 +60,7 @@ def text_module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr(sys, "path", [*map(str, rooms), *sys.path])
 
     def load(role: str) -> Any:
-        return importlib.import_module(f"launcher_scripts.backends.{role}.model")
+        return importlib.import_module(f"launcher_scripts.backends.{role}")
 
     yield load
     for name in list(sys.modules):
@@ -130,7 +128,7 @@ def test_words_lists(text_module: Any, line: str, expected: list[list[int]]) -> 
 def test_a_word_has_the_ids_it_has_within_a_text(text_module: Any) -> None:
     """SentencePiece would put a blank before a full stop, and nothing would ever match."""
     text_module("preprocessing")
-    word_ids = sys.modules["text_encoding"].word_ids
+    word_ids = sys.modules["text_tensors"].word_ids
     pieces = load_tokenizer(TOKENIZERS / "sentencepiece")
     full_stop = pieces.encode("month.")[-1]
     assert pieces.encode(".") != [full_stop]

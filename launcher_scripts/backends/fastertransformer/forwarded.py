@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import torch
 
-from launcher_scripts.backends.text.text_channel import FORWARDED, PEER, ChannelMessage
+from launcher_scripts.backends.text_channel import FORWARDED, PEER, ChannelMessage
 from launcher_scripts.common.errors import RequestError
 from launcher_scripts.common.processes import process_stat
 from launcher_scripts.contract.requests import GenerateOutput

@@ -53,10 +53,12 @@ from launcher_scripts.backends.fastertransformer.waiting_rows import (
     Sessions,
     idle_seconds,
 )
-from launcher_scripts.backends.older_servers import require_new_enough, response_sender, returned
-from launcher_scripts.backends.text_parameters import (
+from launcher_scripts.backends.triton_requests import (
     ParameterError,
     parameter_values,
+    require_new_enough,
+    response_sender,
+    returned,
     seconds_allowed,
 )
 from launcher_scripts.common.errors import (

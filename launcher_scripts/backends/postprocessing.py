@@ -1,7 +1,7 @@
 """The outputs of a FasterTransformer model to text, as a model of Triton's Python backend.
 
-Runs in the server from a repository folder that also holds the package tokenizer, text_*.py and the
-tokenizer's files.
+Runs in the server, as model.py, from a repository folder that also holds the package tokenizer,
+text_*.py and the tokenizer's files.
 """
 
 from __future__ import annotations

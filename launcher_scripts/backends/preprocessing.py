@@ -1,7 +1,7 @@
 """Text to the inputs of a FasterTransformer model, as a model of Triton's Python backend.
 
-Runs in the server from a repository folder that also holds the package tokenizer, text_*.py and the
-tokenizer's files.
+Runs in the server, as model.py, from a repository folder that also holds the package tokenizer,
+text_*.py and the tokenizer's files.
 """
 
 from __future__ import annotations
@@ -12,8 +12,14 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from text_encoding import pad_right, to_word_lists
-from text_tensors import BadRequestError, Tensors, answer_each, require_working_arrays
+from text_tensors import (
+    BadRequestError,
+    Tensors,
+    answer_each,
+    pad_right,
+    require_working_arrays,
+    to_word_lists,
+)
 from tokenizer import SpecialIds, load_tokenizer
 
 

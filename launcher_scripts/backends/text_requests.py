@@ -12,9 +12,16 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb_utils
 from numpy.typing import NDArray
-from text_encoding import language_ids, pad_right, split_words, word_table
 from text_names import SAME_AS
-from text_tensors import BadRequestError, Tensors, input_tensor
+from text_tensors import (
+    BadRequestError,
+    Tensors,
+    input_tensor,
+    language_ids,
+    pad_right,
+    split_words,
+    word_table,
+)
 from tokenizer import SpecialIds, Tokenizer
 
 TODAYS = {original: todays for todays, original in SAME_AS.items()}

@@ -1,2 +1,0 @@
-# The module as it lies in the folder of a text model.
-from launcher_scripts.backends.text.text_forwards import *  # noqa: F403
