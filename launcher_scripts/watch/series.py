@@ -115,14 +115,14 @@ class Series:
             entry = self.entries.get(checkpoint.name)
             if entry is not None and entry.state == STARTED:
                 continue
-            if entry is None or entry.signature != checkpoint.verification:
+            if entry is None or entry.signature != checkpoint.signature:
                 again = entry is not None and entry.state in ENDED
                 version = (entry.version if entry else 1) + again
                 values = {"path": str(checkpoint.path), "step": checkpoint.step}
                 self.note(
                     "seen",
                     checkpoint.name,
-                    signature=checkpoint.verification,
+                    signature=checkpoint.signature,
                     version=version,
                     **values,
                 )

@@ -25,7 +25,7 @@ class OpenRequest:
 
 
 @pytest.fixture
-def module(backend: Any) -> Any:
+def module(backend: Any) -> Any:  # noqa: ARG001
     return importlib.import_module("launcher_scripts.backends.triton_requests")
 
 
