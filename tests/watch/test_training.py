@@ -79,7 +79,7 @@ def test_nemo_ranks_are_one_checkpoint(tmp_path: Path) -> None:
     write(tmp_path / "mp_rank_01" / file)
     (checkpoint,) = saved_checkpoints(tmp_path)
     assert checkpoint.path == tmp_path / "mp_rank_00" / file
-    before = checkpoint.verification
+    before = checkpoint.signature
     write(tmp_path / "mp_rank_01" / file, text="longer")
     assert saved_checkpoints(tmp_path)[0].signature != before
 
