@@ -6,7 +6,7 @@ import os
 # use gRPC, can abort it before that. gRPC reads this when it is imported, which happens in here.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
-# name of a module here, and of the command -> what it does
+# name of the command -> what it does
 CLIENTS = {
     "issue_request": "send the request of a JSON file and print every output",
     "identity_test": "time ten requests of token ids to a GPT and print what it generates",
@@ -16,4 +16,10 @@ CLIENTS = {
     "word_list": "words as the ids and end offsets of a words list, for a request file",
     "refit": "send the tensors of a safetensors file to a server that serves the same model",
     "chat": "talk to a model in the terminal",
+}
+# command -> its module and function, where these are not its name and `main`
+FUNCTIONS = {
+    "interactive_identity_test": ("identity_test", "interactive_main"),
+    "interactive_end_to_end_test": ("end_to_end_test", "interactive_main"),
+    "word_list": ("end_to_end_test", "words_main"),
 }

@@ -7,7 +7,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from launcher_scripts.clients import CLIENTS
+from launcher_scripts.clients import CLIENTS, FUNCTIONS
 from launcher_scripts.common.command_line import CommandParser, installed_packages
 
 
@@ -24,8 +24,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     name = parser.parse_args(arguments[:1]).name
     with installed_packages(name):
-        client = importlib.import_module(f"launcher_scripts.clients.{name}")
-    return int(client.main(arguments[1:]))
+        module, function = FUNCTIONS.get(name, (name, "main"))
+        client = importlib.import_module(f"launcher_scripts.clients.{module}")
+    return int(getattr(client, function)(arguments[1:]))
 
 
 if __name__ == "__main__":

@@ -1,22 +1,31 @@
 """Text through preprocessing, model and postprocessing one by one, and through their ensemble.
 
-Flags and printed blocks are those of the FasterTransformer backend's tools/gpt/end_to_end_test.py.
+Flags and printed blocks are those of the FasterTransformer backend's tools/gpt/end_to_end_test.py,
+of sessions those of tools/interactive_text_generation/end_to_end_test.py. The client `word_list`
+has the server's own preprocessing encode words, so they are the ids that its model generates.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Sequence
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from launcher_scripts.clients.arguments import (
     add_sampling_flags,
     add_server_flags,
+    add_session_flags,
+    check_flags,
     connect_server,
+    in_session,
+    require_sessions,
     run_client,
     sampling_tensors,
+    steps,
 )
 from launcher_scripts.clients.connection import Tensors
 from launcher_scripts.clients.issue_request import with_text
@@ -40,6 +49,10 @@ BAD_WORDS = ("Hawks, Hawks", *[""] * 7)
 STOP_WORDS = (*[""] * 7, "month, month")
 OUTPUT_LEN = 24
 RULE = "=" * 43
+INTERACTIVE = (
+    "Text through the models of interactive text generation one by one, and through the ensemble."
+)
+WORDS = "Words as the tensor that bad_words_list and stop_words_list are, for a request file."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -178,3 +191,77 @@ def block(name: str, *arrays: Any) -> None:
 def column(texts: Sequence[str]) -> Any:
     """STRING [rows, 1]"""
     return np.array([[text.encode("utf-8")] for text in texts], dtype=np.object_)
+
+
+def interactive_main(argv: Sequence[str] | None = None) -> int:
+    parser = CommandParser(prog="interactive_end_to_end_test", description=INTERACTIVE)
+    add_server_flags(parser)
+    add_sampling_flags(parser)
+    add_session_flags(parser)
+    add_text_flags(parser)
+    return run_client(interactive_test, parser.parse_args(argv))
+
+
+def interactive_test(flags: argparse.Namespace) -> None:
+    """The blocks, with one of the model and one of the ensemble for every request of a session."""
+    check_flags(flags)
+    with connect_server(flags) as server:
+        models = find_models(server, flags.model)
+        require_sessions(models)
+
+        def talk(name: str, request: Tensors) -> Iterator[Tensors]:
+            """The answers of a session in which the same request is sent at every step."""
+            for step, more in steps(flags, len(SENTENCES)):
+                yield server.infer(name, {**request, **in_session(more)}, step=step)
+
+        print_blocks(flags, server, models, talk, in_session)
+
+
+NAMES = ("bad_words_list", "stop_words_list")
+
+
+def words_main(argv: Sequence[str] | None = None) -> int:
+    parser = CommandParser(prog="word_list", description=WORDS)
+    add_server_flags(parser)
+    parser.add_argument(
+        "--name", choices=NAMES, default=NAMES[0], help=f"name of the tensor [{NAMES[0]}]"
+    )
+    parser.add_argument(
+        "rows",
+        metavar="WORDS",
+        nargs="+",
+        help="the words of a row, comma separated; a blank in front is a part of a word; one in "
+        "double quotes may hold commas",
+    )
+    return run_client(print_words, parser.parse_args(argv))
+
+
+def print_words(flags: argparse.Namespace) -> None:
+    """Print the tensor as a line of a request file."""
+    with connect_server(flags) as server:
+        models = find_models(server, flags.model)
+        table = padded([encoded(server, models, row) for row in flags.rows])
+    print(json.dumps({"name": flags.name, "data": table.tolist(), "dtype": "int32"}))
+
+
+def encoded(server: RemoteServer, models: ServerModels, words: str) -> NDArray[Any]:
+    """INT32 [2, n]: the ids of one row's words, and their end offsets, then -1."""
+    tensors = {
+        "QUERY": column([""]),
+        "BAD_WORDS_DICT": column([words]),
+        "STOP_WORDS_DICT": column([""]),
+        "REQUEST_OUTPUT_LEN": np.array([[1]], np.uint32),
+    }
+    query = in_session(tensors) if models.sessions else tensors
+    answer = server.infer(models.text_model("preprocessing"), query, ["BAD_WORDS_IDS"])
+    table: NDArray[Any] = answer["BAD_WORDS_IDS"].reshape(2, -1)
+    return table
+
+
+def padded(rows: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """INT32 [rows, 2, longest]."""
+    table = np.zeros((len(rows), 2, max(row.shape[1] for row in rows)), np.int32)
+    table[:, 1] = -1
+    for target, row in zip(table, rows, strict=True):
+        target[:, : row.shape[1]] = row
+    return table

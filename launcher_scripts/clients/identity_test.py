@@ -1,6 +1,7 @@
 """Time ten requests of token ids to a GPT, print what it generates and write it to triton_out.
 
-Flags and printed lines are those of the FasterTransformer backend's tools/gpt/identity_test.py.
+Flags and printed lines are those of the FasterTransformer backend's tools/gpt/identity_test.py, of
+sessions those of tools/interactive_text_generation/identity_test.py.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,14 +19,19 @@ from launcher_scripts.clients.arguments import (
     PROMPTS,
     add_sampling_flags,
     add_server_flags,
+    add_session_flags,
+    check_flags,
     connect_server,
     equal_rows,
     identity_prompts,
+    in_session,
     no_words,
+    require_sessions,
     run_client,
     sampling_tensors,
+    steps,
 )
-from launcher_scripts.clients.connection import Tensors
+from launcher_scripts.clients.connection import SequenceStep, Tensors
 from launcher_scripts.clients.remote import RemoteServer, find_models
 from launcher_scripts.common.command_line import CommandParser
 from launcher_scripts.common.errors import ServerError, problem
@@ -33,6 +40,7 @@ REQUESTS = 10
 WARM_UP_REQUESTS = 2
 GPT2_VOCAB_SIZE = 50257
 OUTPUT_FILE = "triton_out"
+INTERACTIVE = "One session of several requests to a model with interactive text generation."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -179,3 +187,26 @@ def print_latencies(milliseconds: Sequence[float]) -> None:
     if len(milliseconds) > 1:
         print(list(milliseconds))
     print(f"[INFO] execution time: {statistics.mean(milliseconds)} ms")
+
+
+def interactive_main(argv: Sequence[str] | None = None) -> int:
+    parser = CommandParser(prog="interactive_identity_test", description=INTERACTIVE)
+    add_server_flags(parser)
+    add_request_flags(parser)
+    add_session_flags(parser)
+    return run_client(interactive_test, parser.parse_args(argv))
+
+
+def interactive_test(flags: argparse.Namespace) -> None:
+    """Ask, print and time: a session is one run, and every answer has the whole session's text."""
+    check_flags(flags)
+    with connect_server(flags) as server:
+        models = find_models(server, flags.model)
+        require_sessions(models)
+        request = request_of(flags)
+
+        def send(step: SequenceStep, more: Tensors) -> Tensors:
+            return server.infer(models.name, in_session({**request, **more}), step=step)
+
+        session = [partial(send, *step) for step in steps(flags, len(request["input_ids"]))]
+        time_runs(flags, session, warm_up=len(session), timed_as=1, delimiter=",")
