@@ -179,7 +179,7 @@ def test_a_signal_ends_the_launcher_too(tmp_path: Path) -> None:
     child += f"open({str(tmp_path / 'up')!r}, 'w').close(); time.sleep(600)"
     parent = (
         "import sys; from launcher_scripts.steps import quickstart; "
-        f"sys.exit(quickstart.run([sys.executable, '-c', {child!r}]))"
+        f"sys.exit(quickstart.run_deployment([sys.executable, '-c', {child!r}]))"
     )
     process = subprocess.Popen([sys.executable, "-c", parent], cwd=quickstart.CHECKOUT)
     try:

@@ -44,7 +44,7 @@ def started(installation: Installation, *argv: str) -> list[str]:
     """What the server is started with."""
     program = (
         "import sys; from pathlib import Path; "
-        "from launcher_scripts.server import tritonserver_wrapper as wrapper; "
+        "from launcher_scripts.server import installation as wrapper; "
         "from launcher_scripts.server.installation import find_installation; "
         "wrapper.become(find_installation(sys.argv[1]), sys.argv[2:])"
     )
