@@ -43,7 +43,7 @@ try:
 
     from launcher_scripts.common.errors import ConfigError, LauncherError, VerdictError
     from launcher_scripts.common.exit_codes import ERROR, VERDICTS
-    from launcher_scripts.common.ssh import submit
+    from launcher_scripts.common.hosts import submit
     from stages.choices import (
         check_choices,
         check_grammar,

@@ -10,7 +10,7 @@ import numpy as np
 
 from benchmarks.recorded import result
 from benchmarks.shapes import Case
-from launcher_scripts.checkpoint.fastertransformer.folder import weight_files
+from launcher_scripts.checkpoint.fastertransformer.folder import shard_files
 from launcher_scripts.models.gpt import GPTConfig
 from launcher_scripts.models.t5 import T5Config
 
@@ -108,6 +108,6 @@ def numbers(config: GPTConfig | T5Config, chosen: Callable[[str], bool]) -> int:
     """How many numbers the required tensors of chosen names have."""
     return sum(
         math.prod(file.spec.shape_on(config, 1))
-        for file in weight_files(config, 1)
+        for file in shard_files(config, 1)
         if file.spec.required and chosen(file.spec.name)
     )

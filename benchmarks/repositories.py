@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from launcher_scripts.checkpoint.fastertransformer.folder import FTWriter, WeightFile, weight_files
+from launcher_scripts.checkpoint.fastertransformer.folder import FTWriter, WeightFile, shard_files
 from launcher_scripts.checkpoint.model_repository import ModelRepository
 from launcher_scripts.checkpoint.sources.fastertransformer import is_gain
 from launcher_scripts.common.parallelism import Parallelism
@@ -49,7 +49,7 @@ class RandomModel:
         writer = LinkingWriter(folder, config, self.tp_size, "bf16")
         with writer:
             first: dict[tuple[str, int], WeightFile] = {}
-            for file in weight_files(config, self.tp_size):
+            for file in shard_files(config, self.tp_size):
                 if not file.spec.required:
                     continue
                 model = first.setdefault((file.spec.name, file.tp_rank), file)

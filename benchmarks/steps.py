@@ -12,7 +12,7 @@ from launcher_scripts.contract.requests import GenerateRequest, SamplingParamete
 from launcher_scripts.engine.core.beam_search import beam_batches
 from launcher_scripts.engine.core.sampler import SamplingBatch
 from launcher_scripts.engine.messages.plan import Bounds, RowStart
-from launcher_scripts.engine.model.encoder import Sources, bucket_tokens, pack
+from launcher_scripts.engine.model.encoder import Sources, pack_rows, pass_tokens
 from launcher_scripts.engine.runner.graphs import MIN_REORDER, bucket_bounds
 from launcher_scripts.engine.runner.runner import Runner
 
@@ -120,10 +120,10 @@ def _rows_ms(
 
 def encode_ms(runner: Runner, tokens: int, repeat: int = 20) -> float:
     """Median milliseconds of the encoder's pass over one input, filled up as a recorded one is."""
-    step, filled = runner.decoder.encode_step, bucket_tokens(tokens)
+    step, filled = runner.decoder.encode_step, pass_tokens(tokens)
     if step is None:
         raise ValueError("the model has no encoder that takes fused steps")
-    values = pack([((1,) * tokens, 0)], runner.decoder.cache.scratch, filled)
+    values = pack_rows([((1,) * tokens, 0)], runner.decoder.cache.scratch, filled)
     sources = Sources(torch.tensor(values, device=runner.device), filled)
     with torch.inference_mode():
         return _replayed_ms(lambda: step.forward(sources), lambda: None, repeat)

@@ -35,7 +35,7 @@ from launcher_scripts.checkpoint.layout.tasks import (
     MIN_BYTES,
     Task,
     checkpoint_type,
-    make_plan,
+    plan_tasks,
     range_notes,
     reject_unfit,
     write_all,
@@ -145,7 +145,7 @@ def open_export(settings: ExportSettings) -> OpenedExport:
         if settings.model_type:
             backend_model_type(settings.model_type, config)
         check_serving(settings, config)
-        tasks = make_plan(checkpoint, family_of(config).weights(config), f"the checkpoint {path}")
+        tasks = plan_tasks(checkpoint, family_of(config).weights(config), f"the checkpoint {path}")
         stored = checkpoint_type(tasks)
         notes = _notes(settings, checkpoint, files, stored)
         if adapted:

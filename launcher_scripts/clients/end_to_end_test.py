@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_server_flags(parser)
     add_sampling_flags(parser)
     add_text_flags(parser)
-    return run_client(test, parser.parse_args(argv))
+    return run_client(print_steps, parser.parse_args(argv))
 
 
 def add_text_flags(parser: argparse.ArgumentParser) -> None:
@@ -84,7 +84,7 @@ def add_text_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def test(flags: argparse.Namespace) -> None:
+def print_steps(flags: argparse.Namespace) -> None:
     """The four blocks, one after the other."""
     with connect_server(flags) as server:
         models = find_models(server, flags.model)
@@ -193,16 +193,16 @@ def column(texts: Sequence[str]) -> Any:
     return np.array([[text.encode("utf-8")] for text in texts], dtype=np.object_)
 
 
-def interactive_main(argv: Sequence[str] | None = None) -> int:
+def text_session_main(argv: Sequence[str] | None = None) -> int:
     parser = CommandParser(prog="interactive_end_to_end_test", description=INTERACTIVE)
     add_server_flags(parser)
     add_sampling_flags(parser)
     add_session_flags(parser)
     add_text_flags(parser)
-    return run_client(interactive_test, parser.parse_args(argv))
+    return run_client(print_session, parser.parse_args(argv))
 
 
-def interactive_test(flags: argparse.Namespace) -> None:
+def print_session(flags: argparse.Namespace) -> None:
     """The blocks, with one of the model and one of the ensemble for every request of a session."""
     check_flags(flags)
     with connect_server(flags) as server:

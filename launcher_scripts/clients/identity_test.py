@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags = parser.parse_args(argv)
     if flags.is_decoupled:
         flags.protocol = "grpc"
-    return run_client(test, flags)
+    return run_client(time_requests, flags)
 
 
 def add_request_flags(parser: argparse.ArgumentParser) -> None:
@@ -97,7 +97,7 @@ def request_of(flags: argparse.Namespace) -> Tensors:
     }
 
 
-def test(flags: argparse.Namespace) -> None:
+def time_requests(flags: argparse.Namespace) -> None:
     """Ask, print and time."""
     tensors = request_of(flags)
     with connect_server(flags) as server:
@@ -189,15 +189,15 @@ def print_latencies(milliseconds: Sequence[float]) -> None:
     print(f"[INFO] execution time: {statistics.mean(milliseconds)} ms")
 
 
-def interactive_main(argv: Sequence[str] | None = None) -> int:
+def session_main(argv: Sequence[str] | None = None) -> int:
     parser = CommandParser(prog="interactive_identity_test", description=INTERACTIVE)
     add_server_flags(parser)
     add_request_flags(parser)
     add_session_flags(parser)
-    return run_client(interactive_test, parser.parse_args(argv))
+    return run_client(time_session, parser.parse_args(argv))
 
 
-def interactive_test(flags: argparse.Namespace) -> None:
+def time_session(flags: argparse.Namespace) -> None:
     """Ask, print and time: a session is one run, and every answer has the whole session's text."""
     check_flags(flags)
     with connect_server(flags) as server:

@@ -80,7 +80,7 @@ def issue(flags: argparse.Namespace) -> None:
     if flags.params is not None:
         request = merge_mappings(request, parse_request(flags.params, "--params"))
     overrides = {key: value for flag, key in FLAGS.items() if (value := getattr(flags, flag))}
-    config, tensors = check_request(
+    config, tensors = check_request_file(
         merge_mappings(request, {"config": overrides}), str(flags.request_file)
     )
     protocol = "grpc" if config["stream_api"] else config["protocol"]
@@ -211,7 +211,7 @@ def parse_request(text: str, origin: str) -> dict[str, Any]:
     return content
 
 
-def check_request(request: Mapping[str, Any], origin: str) -> tuple[dict[str, Any], Tensors]:
+def check_request_file(request: Mapping[str, Any], origin: str) -> tuple[dict[str, Any], Tensors]:
     """(config, tensors by name); raises ConfigError with every problem of the request."""
     problems = Problems(origin)
     config = request["config"]

@@ -168,7 +168,7 @@ class SlurmOptions(ClusterOptions):
                the cluster is set up
     container_runtime: what starts the container: pyxis (srun's options), enroot (its commands
                in the script), or none: the steps run on the host
-    ssh, ssh_python: the login node that submits, and its interpreter; see common/ssh.py
+    ssh, ssh_python: the login node that submits, and its interpreter; see common/hosts.py
     image_cache: folder that all nodes see, for images that enroot fetches from a registry
     """
 

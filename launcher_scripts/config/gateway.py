@@ -17,8 +17,8 @@ from launcher_scripts.config.options import (
     ConfigPath,
     SecretPath,
     check_options,
-    described,
     option,
+    option_metadata,
     values_of,
 )
 from launcher_scripts.config.security import LOOPBACK, ClientTls
@@ -140,7 +140,9 @@ class GatewaySettings(GatewayOptions):
 
     ready: tuple[str, ...] = field(
         kw_only=False,
-        metadata=described("ready files of the servers, or their job folders", metavar="PATH"),
+        metadata=option_metadata(
+            "ready files of the servers, or their job folders", metavar="PATH"
+        ),
     )
     host: str = option("127.0.0.1", "the address to listen on")
     port: int = option(0, "port to listen on; 0: a free one")

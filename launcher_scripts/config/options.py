@@ -41,14 +41,14 @@ class Option:
     choices: tuple[str, ...] = ()
 
 
-def described(help: str, **more: Any) -> dict[str, Any]:
+def option_metadata(help: str, **more: Any) -> dict[str, Any]:
     """The metadata of a field that has to be given; `more` is that of Option."""
     return {"option": Option(help, **more)}
 
 
 def option(default: Any, help: str, **more: Any) -> Any:
     """A field with a default; `more` is that of Option."""
-    return dataclasses.field(default=default, metadata=described(help, **more))
+    return dataclasses.field(default=default, metadata=option_metadata(help, **more))
 
 
 def option_of(field: dataclasses.Field[Any]) -> Option | None:

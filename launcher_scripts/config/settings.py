@@ -33,9 +33,9 @@ from launcher_scripts.config.options import (
     SecretPath,
     build,
     check_options,
-    described,
     is_required,
     option,
+    option_metadata,
 )
 from launcher_scripts.config.policy import PolicySettings
 from launcher_scripts.config.security import (
@@ -180,14 +180,16 @@ class ExportSettings(ServingOptions, ModelOptions):
     model_name: str
     model_type: str
     checkpoint_path: ConfigPath = field(
-        metadata=described(
+        metadata=option_metadata(
             "a .nemo file, an unpacked one, the folder of a training, of Megatron-LM or of Hugging "
             "Face, or a GGUF file",
             metavar="PATH",
         )
     )
     triton_model_dir: ConfigPath = field(
-        metadata=described("the model's folder; the shards go to 1/<N>-gpu in it", metavar="FOLDER")
+        metadata=option_metadata(
+            "the model's folder; the shards go to 1/<N>-gpu in it", metavar="FOLDER"
+        )
     )
     parallelism: Parallelism = Parallelism()
     tokenizer: TokenizerSettings = TokenizerSettings()

@@ -284,7 +284,7 @@ def _task_agreement(
         yield Check(f"{name}.min_agreement", label, same, limit, hint, percent, note, limit == 1)
     if bounds.max_log_likelihood_difference is not None:
         label = f"the largest difference of an item's log-likelihood in {key[1]}"
-        max_difference = comparison.max_difference(others)
+        max_difference = comparison.log_likelihood_difference(others)
         if max_difference is not None or not others.pairs:
             limit = bounds.max_log_likelihood_difference
             yield Check(f"{name}.max_log_likelihood_difference", label, max_difference, limit, hint)

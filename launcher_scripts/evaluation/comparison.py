@@ -155,7 +155,9 @@ def compare(served: TaskResult, reference: TaskResult, source: str) -> Compariso
             problem(f"{source} does not have every item", got=missing[:10], change=REFERENCE_KEY)
         )
     different = [
-        item["index"] for item in served.items if answer(item) != answer(by_index[item["index"]])
+        item["index"]
+        for item in served.items
+        if answer_value(item) != answer_value(by_index[item["index"]])
     ]
     return Comparison(
         source=source,
@@ -189,7 +191,7 @@ def same_item(item: Mapping[str, Any], by_index: Mapping[Any, Mapping[str, Any]]
     return other is not None and all(item[key] == other[key] for key in shared)
 
 
-def answer(item: Mapping[str, Any]) -> Any:
+def answer_value(item: Mapping[str, Any]) -> Any:
     """Return the key by which two items have the same answer."""
     return next((item[key] for key in ANSWER_KEYS if key in item), None)
 
@@ -274,7 +276,8 @@ def of_report(
     by_index = {item["index"]: item for item in others}
     pairs = [(item, by_index[item["index"]]) for item in items if same_item(item, by_index)]
     alike = [
-        answer(one) == answer(other) and _same_flags(one, other, metrics) for one, other in pairs
+        answer_value(one) == answer_value(other) and _same_flags(one, other, metrics)
+        for one, other in pairs
     ]
     return ComparedAnswers(source, metrics, pairs, alike)
 
@@ -324,7 +327,7 @@ def drop(
     return _relative(lost_by_item, name, other), "paired bootstrap"
 
 
-def max_difference(others: ComparedAnswers) -> float | None:
+def log_likelihood_difference(others: ComparedAnswers) -> float | None:
     """The largest difference of an item's log-likelihood, without its sign."""
     both = [
         abs(one[LOG_LIKELIHOOD] - other[LOG_LIKELIHOOD])

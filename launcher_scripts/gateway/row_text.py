@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 from launcher_scripts.common.text_deltas import GrowingText
 from launcher_scripts.common.tokenizer import Tokenizer
-from launcher_scripts.gateway import harmony
+from launcher_scripts.gateway import tool_calls
 from launcher_scripts.gateway.backend import Increment, TokenLogProb
 from launcher_scripts.gateway.reasoning import DELIMITERS, StopTexts
 
@@ -55,8 +55,8 @@ def _bytes_of(tokenizer: Tokenizer) -> Callable[[int], bytes] | None:
     if joined is None:
         return None
     texts = list(chain(*DELIMITERS))
-    if tokenizer.special_id(harmony.CHANNEL) is not None:
-        texts += harmony.DELIMITERS
+    if tokenizer.special_id(tool_calls.CHANNEL) is not None:
+        texts += tool_calls.DELIMITERS
     special = {tokenizer.special_id(mark): mark.encode() for mark in texts}
     return cache(lambda token: special[token] if token in special else joined(token))
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from launcher_scripts.common.command_line import CommandParser, installed_packages, with_open_output
 from launcher_scripts.common.errors import LauncherError
-from launcher_scripts.common.ssh import LoginNode
+from launcher_scripts.common.hosts import LoginNode
 
 with installed_packages("jobs"):
     from launcher_scripts.jobs.commands import COMMANDS, Request

@@ -25,7 +25,7 @@ from launcher_scripts.common.errors import ConfigError, lookup, problem
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.common.quantization import KV_CACHE_DTYPES, QUANTIZATIONS, quantization_of
 from launcher_scripts.config.export import TokenizerSettings
-from launcher_scripts.config.options import described, option, values_of
+from launcher_scripts.config.options import option, option_metadata, values_of
 from launcher_scripts.config.settings import DATA_TYPES, ExportSettings, ServingOptions
 from launcher_scripts.models.repository import (
     BACKEND_MODEL_TYPES,
@@ -44,13 +44,13 @@ class ModelConfigSettings:
     """
 
     model_train_name: str = field(
-        metadata=described("the model's name, which is its folder's", metavar="NAME")
+        metadata=option_metadata("the model's name, which is its folder's", metavar="NAME")
     )
     ft_checkpoint: str = field(
-        metadata=described("the folder of the converted weights", metavar="FOLDER")
+        metadata=option_metadata("the folder of the converted weights", metavar="FOLDER")
     )
     config_path: str = field(
-        metadata=described("<repository>/<name>/config.pbtxt, to be written", metavar="FILE")
+        metadata=option_metadata("<repository>/<name>/config.pbtxt, to be written", metavar="FILE")
     )
     template_path: str | None = option(
         None,

@@ -24,7 +24,7 @@ from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
 from launcher_scripts.checkpoint.formats.archive import Archive
 from launcher_scripts.checkpoint.formats.source_tensor import float32
 from launcher_scripts.checkpoint.layout.source_checkpoint import Hints
-from launcher_scripts.checkpoint.layout.tasks import make_plan
+from launcher_scripts.checkpoint.layout.tasks import plan_tasks
 from launcher_scripts.checkpoint.model_repository import TRANSFORMERS
 from launcher_scripts.checkpoint.sources import nemo_files
 from launcher_scripts.checkpoint.sources.megatron_core import MegatronCoreCheckpoint
@@ -444,7 +444,7 @@ class OpenedSource:
         """
         try:
             specs = family_of(self.source.config).weights(self.source.config)
-            plan = make_plan(self.source, specs, str(self.path))
+            plan = plan_tasks(self.source, specs, str(self.path))
             names = altered_files(served, plan)
             kinds = altered_tensors(served, plan, [file for file, _ in names])
         except (CheckpointError, OSError) as error:

@@ -29,7 +29,7 @@ from launcher_scripts.common.files import atomic_write
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.common.tokenizer import tokenizer_files
 from launcher_scripts.config.export import TokenizerSettings
-from launcher_scripts.config.options import Option, described, option
+from launcher_scripts.config.options import Option, option, option_metadata
 from launcher_scripts.config.settings import DATA_TYPES, ExportSettings
 from launcher_scripts.models.agm import AgmConfig
 from launcher_scripts.models.family import ModelConfig
@@ -83,7 +83,7 @@ EXAMPLES = {
 class ExampleSettings:
     """The examples, their folder, and how they are divided and typed."""
 
-    folder: str = field(metadata=described("where the examples go", metavar="FOLDER"))
+    folder: str = field(metadata=option_metadata("where the examples go", metavar="FOLDER"))
     examples: tuple[str, ...] = option(tuple(EXAMPLES), "which ones", metavar="NAME")
     tensor_parallel_size: int = option(1, "ranks that share every layer")
     data_type: str = option("fp16", "of weights and computation", choices=DATA_TYPES)

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.repositories import RandomModel
 from benchmarks.shapes import TINY
-from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint, weight_files
+from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint, shard_files
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -23,7 +23,7 @@ def test_links_hold_what_files_of_their_own_hold(tmp_path: Path, name: str, tp_s
         checkpoints.append(FTCheckpoint.open(root / name / "1" / f"{tp_size}-gpu"))
     first, second = checkpoints
     assert first.config.end_id == first.config.vocab_size
-    for file in weight_files(first.config, tp_size):
+    for file in shard_files(first.config, tp_size):
         if not file.spec.required:
             continue
         arrays = [

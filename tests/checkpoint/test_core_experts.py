@@ -20,7 +20,7 @@ import yaml
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, load, save
 
 from launcher_scripts.checkpoint.formats.archive import Archive
-from launcher_scripts.checkpoint.formats.distributed import read_tensors
+from launcher_scripts.checkpoint.formats.distributed import read_saved_tensors
 from launcher_scripts.common.errors import CheckpointError
 from tests.checkpoint.exporting import export_folder, refused_export
 
@@ -94,7 +94,7 @@ def test_each_expert_of_a_stack_is_a_tensor_of_its_own(qwen, tmp_path: Path) -> 
     }
     write_zarr(tmp_path / "stacked", stacks, halves)
     for form in ("a_layer_each", "stacked"):
-        tensors = read_tensors(Archive(tmp_path / form), "")
+        tensors = read_saved_tensors(Archive(tmp_path / form), "")
         assert len(tensors) == 2 * 4 * len(first)
         for key, values in experts.items():
             for number, expert in enumerate(values):
@@ -120,7 +120,7 @@ def test_more_experts_than_any_model_has(tmp_path: Path) -> None:
     stack = np.zeros((1 << 14, 64, 1), np.float32)
     write_zarr(tmp_path / "zarr", {UP.replace("layers.1", "layers"): stack})
     with pytest.raises(CheckpointError, match="has more experts than a model can have; got 64"):
-        read_tensors(Archive(tmp_path / "zarr"), "")
+        read_saved_tensors(Archive(tmp_path / "zarr"), "")
 
 
 @pytest.mark.parametrize("name", ["bridge_qwen2moe_a", "bridge_dense_a"])
@@ -161,7 +161,7 @@ def test_the_optimizers_of_experts_are_skipped(form: str, tmp_path: Path) -> Non
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
             own = {name: torch.from_numpy(values) for name, values in tensors.items()}
             save(own, storage_writer=writer, no_dist=True)
-    assert len(read_tensors(Archive(tmp_path), "")) == 4
+    assert len(read_saved_tensors(Archive(tmp_path), "")) == 4
 
 
 def lora(module: str, rows: int) -> Tensors:

@@ -73,7 +73,7 @@ def test_a_source_that_is_cut_after_it_was_opened(
         cut(source)
         return tasks
 
-    monkeypatch.setattr(export_module, "make_plan", plan_and_cut)
+    monkeypatch.setattr(export_module, "plan_tasks", plan_and_cut)
     refused_export(source, tmp_path, "became shorter while")
 
 

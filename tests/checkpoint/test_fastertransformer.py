@@ -18,11 +18,7 @@ import pytest
 from launcher_scripts.checkpoint.fastertransformer import folder as fastertransformer
 from launcher_scripts.checkpoint.fastertransformer import manifest
 from launcher_scripts.checkpoint.fastertransformer.config_ini import format_config, read_config
-from launcher_scripts.checkpoint.fastertransformer.folder import (
-    FTCheckpoint,
-    FTWriter,
-    weight_files,
-)
+from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint, FTWriter, shard_files
 from launcher_scripts.checkpoint.fastertransformer.manifest import read_manifest
 from launcher_scripts.checkpoint.layout.layouts import full_blocks, rank_columns
 from launcher_scripts.common.errors import CheckpointError
@@ -36,7 +32,7 @@ def write(folder: Path, config: GPTConfig, tp_size: int = 2, dtype: str = "fp32"
     random = np.random.default_rng(0)
     whole = {}
     with FTWriter(folder, config, tp_size, dtype, source={"format": "test"}) as writer:
-        for file in weight_files(config, tp_size):
+        for file in shard_files(config, tp_size):
             name = file.spec.tensor_name(file.layer)
             if name not in whole:
                 whole[name] = random.standard_normal(file.spec.shape_on(config, 1))
@@ -303,7 +299,7 @@ def test_the_writer_takes_nothing_incomplete(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="not every weight was written"), writer:
         pass
     assert list(tmp_path.iterdir()) == []
-    file = next(iter(weight_files(config, 2)))
+    file = next(iter(shard_files(config, 2)))
     with pytest.raises(CheckpointError, match="another size"), writer:
         writer.write(file, [np.zeros(3, "<f4")])
     assert list(tmp_path.iterdir()) == []
@@ -381,6 +377,6 @@ def test_a_file_is_written_by_small_calls(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(os, "write", counting)
     content = bytes(range(256)) * 4097
     with (tmp_path / "file").open("xb", buffering=0) as out:
-        fastertransformer.write_all(out.fileno(), memoryview(content))
+        fastertransformer.write_fully(out.fileno(), memoryview(content))
     assert (tmp_path / "file").read_bytes() == content
     assert max(sizes) == 1 << 18

@@ -6,7 +6,7 @@ import pytest
 
 from launcher_scripts.checkpoint.export import open_source
 from launcher_scripts.checkpoint.formats.archive import Archive
-from launcher_scripts.checkpoint.layout.tasks import make_plan
+from launcher_scripts.checkpoint.layout.tasks import plan_tasks
 from launcher_scripts.checkpoint.verification import Forecast
 from launcher_scripts.models import family_of
 from tests.checkpoint.tiny_models import DECODERS, ENCODER_DECODERS
@@ -20,7 +20,7 @@ def test_parameters_are_counted_once(tmp_path: Path, name: str) -> None:
     model = (DECODERS | ENCODER_DECODERS)[name].save(tmp_path / "hf")
     checkpoint = open_source(Archive(tmp_path / "hf"))
     specs = family_of(checkpoint.config).weights(checkpoint.config)
-    tasks = make_plan(checkpoint, specs, name)
+    tasks = plan_tasks(checkpoint, specs, name)
     forecast = Forecast.of("huggingface", "gpt", tasks, 1000, 10**9)
     expected = model.num_parameters() + STORED.get(name, 0)
     assert forecast.parameters == expected

@@ -18,7 +18,7 @@ from launcher_scripts.checkpoint.export import open_source
 from launcher_scripts.checkpoint.fastertransformer.manifest import read_manifest
 from launcher_scripts.checkpoint.formats.archive import Archive
 from launcher_scripts.checkpoint.formats.source_tensor import FLOAT8, widened
-from launcher_scripts.checkpoint.layout.tasks import make_plan
+from launcher_scripts.checkpoint.layout.tasks import plan_tasks
 from launcher_scripts.checkpoint.verification import Forecast
 from launcher_scripts.models import family_of
 from tests.checkpoint.exporting import export_folder, refused_export
@@ -127,7 +127,7 @@ def test_a_byte_is_read_of_a_weight_in_fp8(made: Made, tmp_path: Path) -> None:
     small, wide = (open_source(Archive(place)) for place in (made(), tmp_path / "wide"))
     specs = family_of(small.config).weights(small.config)
     found, expected = (
-        Forecast.of("huggingface", "gpt", make_plan(each, specs, "fp8"), 1000, 10**9)
+        Forecast.of("huggingface", "gpt", plan_tasks(each, specs, "fp8"), 1000, 10**9)
         for each in (small, wide)
     )
     assert found.parameters == expected.parameters

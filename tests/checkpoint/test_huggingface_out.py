@@ -32,7 +32,7 @@ from launcher_scripts.checkpoint.huggingface import folder as folder_module
 from launcher_scripts.checkpoint.huggingface.config_json import NOT_WRITTEN, transformers_class
 from launcher_scripts.checkpoint.huggingface.export import export_huggingface
 from launcher_scripts.checkpoint.huggingface.folder import HuggingFaceWriter
-from launcher_scripts.checkpoint.huggingface.tensors import prefix_of
+from launcher_scripts.checkpoint.huggingface.tensors import name_prefix
 from launcher_scripts.checkpoint.sources.huggingface_architectures import ARCHITECTURES
 from launcher_scripts.common.errors import CheckpointError, ConfigError, Problems
 from launcher_scripts.common.files import SOURCE_DIGESTS
@@ -271,7 +271,7 @@ def test_every_type_has_the_class_and_the_names_of_transformers() -> None:
         if name == "llama4_text":
             continue  # its base_model_prefix is that of the model with images
         prefix = getattr(transformers, found).base_model_prefix + "."
-        assert prefix_of(name) in (prefix, "" if row.family == "t5" else prefix), name
+        assert name_prefix(name) in (prefix, "" if row.family == "t5" else prefix), name
 
 
 @pytest.mark.parametrize("data_type", ["fp32", "fp16", "bf16"])

@@ -20,7 +20,7 @@ from launcher_scripts.checkpoint.export import open_source
 from launcher_scripts.checkpoint.formats.archive import Archive
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
 from launcher_scripts.checkpoint.layout.source_checkpoint import SourceCheckpoint, TensorShards
-from launcher_scripts.checkpoint.layout.tasks import make_plan
+from launcher_scripts.checkpoint.layout.tasks import plan_tasks
 from launcher_scripts.common.errors import CheckpointError
 from launcher_scripts.models import family_of
 from tests.checkpoint.exporting import refused_export
@@ -34,7 +34,7 @@ ALL = {**LATER_DECODERS, **UNTIED_DECODERS, **FAST}
 
 def plan(checkpoint: SourceCheckpoint) -> None:
     config = checkpoint.config
-    make_plan(checkpoint, family_of(config).weights(config), "it")
+    plan_tasks(checkpoint, family_of(config).weights(config), "it")
 
 
 def other_shapes(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:

@@ -36,7 +36,7 @@ def test_samples_are_whole_requests_with_the_contracts_names(path: Path) -> None
     whole = issue_request.merge_mappings(
         {"config": issue_request.DEFAULT_CONFIG}, issue_request.read_request(path)
     )
-    config, tensors = issue_request.check_request(whole, str(path))
+    config, tensors = issue_request.check_request_file(whole, str(path))
     rows = {len(array) for array in tensors.values()}
     assert len(rows) == 1
     known = {tensor.name for contract in CONTRACTS.values() for tensor in contract.inputs}
@@ -177,7 +177,7 @@ def test_all_problems_of_a_request_are_named_at_once() -> None:
         "request": [{"name": "a"}, {"data": 1}],
     }
     with pytest.raises(ConfigError, match="3 problems in file"):
-        issue_request.check_request(whole, "file")
+        issue_request.check_request_file(whole, "file")
 
 
 def test_a_stream_adds_one_token_at_a_time() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from launcher_scripts.checkpoint.fastertransformer.folder import FTWriter, weight_files
+from launcher_scripts.checkpoint.fastertransformer.folder import FTWriter, shard_files
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.common.quantization import Quantization
 from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest, SamplingParameters
@@ -99,7 +99,7 @@ def write_checkpoint(
     """
     said = None if source is None else {"format": source}
     with FTWriter(folder, config, tp_size, "fp32", source=said) as writer:
-        for file in weight_files(config, tp_size):
+        for file in shard_files(config, tp_size):
             whole = tensors[file.spec.tensor_name(file.layer)]
             part = rank_part(file.spec, config, whole, tp_size, file.tp_rank)
             writer.write(file, [np.ascontiguousarray(part)])

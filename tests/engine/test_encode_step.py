@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from launcher_scripts.engine.model import encoder
-from launcher_scripts.engine.model.encoder import Sources, bucket_tokens, pack
+from launcher_scripts.engine.model.encoder import Sources, pack_rows, pass_tokens
 from launcher_scripts.engine.model.layers import Chunk
 from tests.engine.small_models import engine_for, generate
 from tests.engine.small_t5 import (
@@ -56,7 +56,7 @@ def states_and_cache(runner, values, tokens):
 def test_the_general_path_says_the_same(runner):
     ids = torch.tensor([token for ids, _ in ROWS for token in ids])
     chunks = tuple(Chunk(start + len(ids), 0, 0, len(ids)) for ids, start in ROWS)
-    states, cache = states_and_cache(runner, pack(ROWS), len(ids))
+    states, cache = states_and_cache(runner, pack_rows(ROWS), len(ids))
     expected = runner.decoder.encode(ids, chunks, attentions=False).hidden
     assert torch.allclose(states, expected, atol=ROUNDING)
     for layer, (keys, values) in zip(runner.decoder.cache.layers.values(), cache, strict=True):
@@ -68,8 +68,10 @@ def test_the_general_path_says_the_same(runner):
 
 @torch.inference_mode()
 def test_padding_changes_nothing(runner):
-    plain, cache = states_and_cache(runner, pack(ROWS), 9)
-    filled, same_cache = states_and_cache(runner, pack(ROWS, runner.decoder.cache.scratch, 16), 16)
+    plain, cache = states_and_cache(runner, pack_rows(ROWS), 9)
+    filled, same_cache = states_and_cache(
+        runner, pack_rows(ROWS, runner.decoder.cache.scratch, 16), 16
+    )
     assert torch.allclose(filled[:9], plain, atol=ROUNDING)
     assert not filled.isnan().any()
     assert torch.allclose(same_cache, cache, atol=ROUNDING, equal_nan=True)
@@ -77,8 +79,8 @@ def test_padding_changes_nothing(runner):
 
 @torch.inference_mode()
 def test_an_input_alone_says_the_same(runner):
-    together, _ = states_and_cache(runner, pack(ROWS), 9)
-    alone, _ = states_and_cache(runner, pack(ROWS[1:2]), 1)
+    together, _ = states_and_cache(runner, pack_rows(ROWS), 9)
+    alone, _ = states_and_cache(runner, pack_rows(ROWS[1:2]), 1)
     assert torch.allclose(alone, together[5:6], atol=ROUNDING)
 
 
@@ -93,8 +95,8 @@ def test_fused_steps_choose_the_tokens_of_the_general_path():
 
 
 def test_what_is_packed():
-    assert pack([((7, 8), 5), ((9,), 1)]) == [7, 8, 9, 0, 1, 0, 5, 6, 1, 0, 2, 0, 2, 1, 0]
-    filled = pack([((7, 8), 5), ((9,), 1)], 99, 16)
+    assert pack_rows([((7, 8), 5), ((9,), 1)]) == [7, 8, 9, 0, 1, 0, 5, 6, 1, 0, 2, 0, 2, 1, 0]
+    filled = pack_rows([((7, 8), 5), ((9,), 1)], 99, 16)
     tokens, blocks = filled[: 3 * 16], filled[3 * 16 :]
     assert tokens[:3] == [7, 8, 9]
     assert tokens[32:] == [5, 6, 1, *[99] * 13]
@@ -102,15 +104,15 @@ def test_what_is_packed():
 
 
 def test_buckets_waste_little():
-    assert [bucket_tokens(tokens) for tokens in (1, 16, 17, 128)] == [16, 16, 32, 128]
-    assert [bucket_tokens(tokens) for tokens in (129, 160, 161, 256, 257)] == [
+    assert [pass_tokens(tokens) for tokens in (1, 16, 17, 128)] == [16, 16, 32, 128]
+    assert [pass_tokens(tokens) for tokens in (129, 160, 161, 256, 257)] == [
         160,
         160,
         192,
         256,
         320,
     ]
-    assert all(0 <= bucket_tokens(tokens) - tokens < tokens / 4 for tokens in range(129, 5000))
+    assert all(0 <= pass_tokens(tokens) - tokens < tokens / 4 for tokens in range(129, 5000))
 
 
 class Unrecorded:

@@ -272,7 +272,8 @@ class Bench:
         client = (fault.client or kind)(exported)
         ready = {"http": "nowhere:1", "ranks": []}
         with ExitStack() as stack:
-            stack.enter_context(patch.object(measure_twin, "open_client", lambda _: (client, ready)))
+            opened = patch.object(measure_twin, "open_client", lambda _: (client, ready))
+            stack.enter_context(opened)
             stack.enter_context(patch("launcher_scripts.evaluation.report.html", lambda _: ""))
             if fault.hidden:
                 stack.enter_context(patch.object(references, "altered_files", lambda *_: []))

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from launcher_scripts.gateway.api_errors import ApiError
-from launcher_scripts.gateway.harmony import HarmonyText
-from launcher_scripts.gateway.tool_calls import ToolText, schema_of_any, schema_of_one
+from launcher_scripts.gateway.tool_calls import HarmonyText, ToolText, schema_of_any, schema_of_one
 from tests.gateway.fakes import GPT2, FakeBackend, saying
 from tests.gateway.test_chat import HI, chat_client, refused
 from tests.gateway.test_completions import events

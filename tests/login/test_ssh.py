@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from launcher_scripts.common import ssh
+from launcher_scripts.common import hosts
 from launcher_scripts.common.errors import ClusterError, ConfigError
-from launcher_scripts.common.ssh import LoginNode
+from launcher_scripts.common.hosts import LoginNode
 from tests.login.conftest import Run
 from tests.processes import wait_for
 
@@ -98,7 +98,7 @@ def check_copy(node: LoginNode, home: Path) -> None:
     code, text = node.run(["-c", program, *words], capture=True)
     folder, names, arguments = json.loads(text)
     assert (code, arguments) == (0, words)
-    assert sorted(names) == sorted(ssh._COPIED)
+    assert sorted(names) == sorted(hosts._COPIED)
     assert Path(folder).parent == home / ".cache" / "nemo-deployment-launcher"
     assert node.run(["-c", "raise SystemExit(7)"])[0] == 7
     assert len(list(Path(folder).parent.iterdir())) == 1
@@ -147,4 +147,4 @@ def test_jobs_are_submitted_from_the_login_node(
 
 
 def jobs() -> Path:
-    return ssh.CHECKOUT / "launcher_scripts" / "jobs" / "__main__.py"
+    return hosts.CHECKOUT / "launcher_scripts" / "jobs" / "__main__.py"

@@ -67,7 +67,7 @@ class WeightFile:
         return self.spec.file_name(self.layer, self.tp_rank)
 
 
-def weight_files(config: ModelConfig, tp_size: int) -> Iterator[WeightFile]:
+def shard_files(config: ModelConfig, tp_size: int) -> Iterator[WeightFile]:
     """Every .bin file of a checkpoint cut for `tp_size` ranks."""
     for spec in family_of(config).weights(config):
         for layer in spec.layer_numbers(config):
@@ -170,7 +170,7 @@ class FTCheckpoint:
         sizes = {
             file.name: math.prod(file.spec.shape_on(self.config.of_layer(file.layer), self.tp_size))
             * self.dtype.itemsize
-            for file in weight_files(self.config, self.tp_size)
+            for file in shard_files(self.config, self.tp_size)
             if file.spec.required or (self.folder / file.name).exists()
         }
         entries: Mapping[str, FileEntry] = {}
@@ -288,7 +288,7 @@ class FolderWriter(ABC):
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             with fresh_file(path) as out:
-                write_all(out.fileno(), memoryview(content))
+                write_fully(out.fileno(), memoryview(content))
         retained = None if fixed is None else content_digest(fixed)
         digest = content_digest(content)
         self.add(FileEntry(name, len(content), digest, algorithm=SMALL, fixed=retained))
@@ -388,7 +388,7 @@ class FTWriter(FolderWriter):
         with writing(path), fresh_file(path) as out:
             for chunk in chunks:
                 data = chunk.data.cast("B")
-                write_all(out.fileno(), data)
+                write_fully(out.fileno(), data)
                 digest.update(data)
                 crc.update(data)
                 size += len(data)
@@ -400,7 +400,7 @@ class FTWriter(FolderWriter):
         return FileEntry(name, size, *entry)
 
     def expected_files(self) -> set[str]:
-        files = weight_files(self.config, self.tp_size)
+        files = shard_files(self.config, self.tp_size)
         return {file.name for file in files if file.spec.required}
 
     def write_config(self) -> None:
@@ -415,6 +415,6 @@ def fresh_file(path: Path) -> IO[bytes]:
     return path.open("xb", buffering=0)
 
 
-def write_all(descriptor: int, data: memoryview) -> None:
+def write_fully(descriptor: int, data: memoryview) -> None:
     while data:
         data = data[os.write(descriptor, data[:WRITE_BYTES]) :]

@@ -55,7 +55,7 @@ class Stored(NamedTuple):
     find_object: Callable[[str], Region | None]
 
 
-def read_tensors(archive: Archive, folder: str) -> dict[str, SourceTensor]:
+def read_saved_tensors(archive: Archive, folder: str) -> dict[str, SourceTensor]:
     """The tensors alone, by name; see read_stored."""
     return read_stored(archive, folder).tensors
 
@@ -257,5 +257,5 @@ _METADATA_GLOBALS: pickles.Globals = {
     (_METADATA_MODULE, "MetadataIndex"): _Index,
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): PickledObject,
     ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"): PickledObject,
-    ("torch", "Size"): torch_file.shape_of,
+    ("torch", "Size"): torch_file.record_shape,
 }

@@ -384,7 +384,7 @@ def _rebuild_from_type(function: Any, kind: Any, args: Any, *_: object) -> Any:
     return build(*args)
 
 
-def shape_of(numbers: Iterable[int] = ()) -> tuple[int, ...]:
+def record_shape(numbers: Iterable[int] = ()) -> tuple[int, ...]:
     """torch.Size."""
     return tuple(numbers)
 
@@ -398,7 +398,7 @@ _GLOBALS: dict[tuple[str, str], Any] = {
     ("torch._utils", "_rebuild_parameter"): _rebuild_parameter,
     ("torch._utils", "_rebuild_parameter_with_state"): _rebuild_parameter,
     ("torch._tensor", "_rebuild_from_type_v2"): _rebuild_from_type,
-    ("torch", "Size"): shape_of,
+    ("torch", "Size"): record_shape,
     ("torch.storage", "UntypedStorage"): STORAGES["UntypedStorage"],
     **{("torch", name): dtype for name, dtype in STORAGES.items()},
     **{("torch", name): dtype for name, dtype in TORCH_DTYPES.items()},

@@ -42,7 +42,7 @@ from launcher_scripts.checkpoint.huggingface.lora import peft_files, without_lor
 from launcher_scripts.checkpoint.huggingface.tensors import (
     TargetTensor,
     centered,
-    prefix_of,
+    name_prefix,
     restacked,
     target_tensors,
     transformers_name,
@@ -291,7 +291,7 @@ def _variants(model_type: str) -> set[str]:
 
 def _named(tensors: Mapping[str, TargetTensor], model_type: str) -> list[TargetTensor]:
     """The tensors under their names in transformers, as its files have them."""
-    prefix = prefix_of(model_type)
+    prefix = name_prefix(model_type)
     result = []
     for name, tensor in restacked(tensors, model_type).items():
         names = ARCHITECTURES[model_type].tied.get(HEAD, ())

@@ -24,7 +24,7 @@ from launcher_scripts.checkpoint.fastertransformer.folder import (
     WRITE_BYTES,
     FolderWriter,
     fresh_file,
-    write_all,
+    write_fully,
 )
 from launcher_scripts.checkpoint.fastertransformer.manifest import (
     ALGORITHM,
@@ -171,7 +171,7 @@ class HuggingFaceWriter(FolderWriter):
         """Make a shard's file with its header."""
         path = self.partial / shard.name
         with writing(path), fresh_file(path) as out:
-            write_all(out.fileno(), memoryview(shard.header))
+            write_fully(out.fileno(), memoryview(shard.header))
             out.truncate(shard.nbytes)
         return ShardDigests(shard, path)
 

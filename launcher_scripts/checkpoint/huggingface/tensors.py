@@ -318,6 +318,6 @@ _PREFIXES = {
 }
 
 
-def prefix_of(model_type: str) -> str:
+def name_prefix(model_type: str) -> str:
     """Return how the names of a model's tensors begin, its head's excepted."""
     return _PREFIXES.get(model_type, "model.")

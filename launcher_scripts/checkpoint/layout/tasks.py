@@ -209,7 +209,9 @@ def fits(blocks: Blocks, spec: WeightSpec, config: ModelConfig) -> bool:
     return sides == {expected[:-1]} and sum(sizes) == expected[-1]
 
 
-def make_plan(checkpoint: SourceCheckpoint, specs: Iterable[WeightSpec], origin: str) -> list[Task]:
+def plan_tasks(
+    checkpoint: SourceCheckpoint, specs: Iterable[WeightSpec], origin: str
+) -> list[Task]:
     """One task per tensor to write.
 
     origin: what the checkpoint is, for errors

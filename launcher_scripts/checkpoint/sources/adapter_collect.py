@@ -26,7 +26,7 @@ from launcher_scripts.checkpoint.formats.source_tensor import (
 )
 from launcher_scripts.checkpoint.layout.layouts import LAYOUTS
 from launcher_scripts.checkpoint.layout.source_checkpoint import SourceCheckpoint
-from launcher_scripts.checkpoint.layout.tasks import Task, make_plan
+from launcher_scripts.checkpoint.layout.tasks import Task, plan_tasks
 from launcher_scripts.checkpoint.sources.merging import Adapter, LowRank, Target, Update
 from launcher_scripts.checkpoint.sources.nemo_adapters import (
     PartFile,
@@ -124,7 +124,7 @@ def stacked_lora(adapters: Mapping[str, Adapter], base: SourceCheckpoint) -> LoR
     if family.name != "gpt":
         problems.add("LoRA of this family can only be merged", got=family.name, change=MERGED)
         problems.raise_if_any(CheckpointError)
-    tasks = make_plan(base, family.weights(base.config), "the base")
+    tasks = plan_tasks(base, family.weights(base.config), "the base")
     groups: dict[tuple[str, int], list[AdapterPart]] = {}
     for number, adapter in enumerate(adapters.values()):
         try:
@@ -360,7 +360,7 @@ def _lora(part: PartFile, base: SourceCheckpoint) -> Adapter:
     _check_layers(part, base, problems)
     problems.raise_if_any(CheckpointError)
     updates: dict[str, tuple[LowRank, ...]] = {}
-    for task in make_plan(base, family_of(base.config).weights(base.config), "the base"):
+    for task in plan_tasks(base, family_of(base.config).weights(base.config), "the base"):
         for name, tensor in zip(task.keys, task.tensors, strict=True):
             if name in part.loras.keys() - updates.keys():
                 value = _low_rank(part.loras[name], scale, task)

@@ -273,7 +273,7 @@ def read_adapter(path: Path, base: SourceCheckpoint) -> Adapter:
     """
     archive = Archive(path)
     root = the_latest(archive, roots(archive))
-    tensors = model_names(distributed.read_tensors(archive, root), str(path))
+    tensors = model_names(distributed.read_saved_tensors(archive, root), str(path))
     if TABLE in tensors:
         raise CheckpointError(
             f"{path} holds a whole model with its adapters: name it in {CHECKPOINT_KEY}"

@@ -422,7 +422,7 @@ def _read_training(
 ) -> dict[str, tuple[SourceTensor, ...]]:
     """Name -> shards of one checkpoint of a training."""
     if training.distributed:
-        tensors = distributed.read_tensors(archive, f"{training.name}/")
+        tensors = distributed.read_saved_tensors(archive, f"{training.name}/")
         return merged_stages([[stripped(tensors, str(archive.path))]])
     files = rank_files(archive, "", f"{training.name}.ckpt")
     return merged_stages(chunked_stages(archive, files, training.raw))

@@ -83,7 +83,7 @@ def distributed_tensors(archive: Archive, root: str) -> dict[str, SourceTensor] 
                 choices=["one of them: remove the leftover of another save"],
             )
         )
-    return distributed.read_tensors(archive, folder)
+    return distributed.read_saved_tensors(archive, folder)
 
 
 def weight_files(archive: Archive, root: str) -> list[list[str]]:

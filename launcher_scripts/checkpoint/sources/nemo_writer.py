@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 from launcher_scripts.checkpoint.formats.archive import Archive
 from launcher_scripts.checkpoint.formats.nemo_config import ARTIFACT
 from launcher_scripts.checkpoint.layout.source_checkpoint import Hints
-from launcher_scripts.checkpoint.layout.tasks import make_plan
+from launcher_scripts.checkpoint.layout.tasks import plan_tasks
 from launcher_scripts.checkpoint.sources.gguf_checkpoint import GGUFCheckpoint
 from launcher_scripts.checkpoint.sources.gguf_tokenizer import special_tokens
 from launcher_scripts.common.errors import CheckpointError, Problems, problem
@@ -314,7 +314,7 @@ class GGUFLlama:
         if architecture != ARCHITECTURE or plain is None or config != plain:
             raise CheckpointError(problem(f"{path} is not a plain Llama", got=architecture))
         self.shape = plain
-        make_plan(self.checkpoint, gpt_weights.weights(self.shape), f"the GGUF file {path}")
+        plan_tasks(self.checkpoint, gpt_weights.weights(self.shape), f"the GGUF file {path}")
 
     @property
     def tied_embeddings(self) -> bool:

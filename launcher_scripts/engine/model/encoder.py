@@ -186,7 +186,7 @@ class Sources:
         return Spans(self.values[3 * self.tokens :].view(-1, 3))
 
 
-def pack(
+def pack_rows(
     rows: Sequence[tuple[Sequence[int], int]], padding: int = 0, filled: int | None = None
 ) -> list[int]:
     """Sources.values of rows: ids and first cache token of each.
@@ -208,7 +208,7 @@ def pack(
     return [*ids, *positions, *slots, *itertools.chain(*blocks)]
 
 
-def bucket_tokens(tokens: int) -> int:
+def pass_tokens(tokens: int) -> int:
     """Return the number of tokens of a recorded pass: powers of two, then four to an octave."""
     if tokens <= COARSE_BUCKETS:
         return max(MIN_BUCKET, _power_of_two(tokens))
@@ -276,22 +276,22 @@ class EncodeStep:
     ) -> Tensor:
         """forward of rows, as in `pack`; short ones on a CUDA graph, filled up with padding."""
         tokens = sum(len(ids) for ids, _ in rows)
-        filled = bucket_tokens(tokens)
+        filled = pass_tokens(tokens)
         if graphs is None or filled > self.longest_recorded:
-            values = torch.tensor(pack(rows)).to(device, non_blocking=True)
+            values = torch.tensor(pack_rows(rows)).to(device, non_blocking=True)
             return self.forward(Sources(values, tokens))
-        values = torch.tensor(pack(rows, padding, filled)).to(device, non_blocking=True)
+        values = torch.tensor(pack_rows(rows, padding, filled)).to(device, non_blocking=True)
         return graphs.run(*self._recorded(values, filled))[:tokens]
 
     def buckets(self) -> list[int]:
         """The tokens of passes that are recorded before an input needs them, few first."""
         max_tokens = min(self.longest_recorded, LONGEST_BEFOREHAND)
-        sizes = {bucket_tokens(tokens) for tokens in range(1, max_tokens + 1)}
+        sizes = {pass_tokens(tokens) for tokens in range(1, max_tokens + 1)}
         return sorted(bucket for bucket in sizes if bucket <= max_tokens)
 
     def record(self, filled: int, padding: int, device: torch.device, graphs: StepGraphs) -> None:
         """Have the graph of one input's pass, filled up to a bucket; it is tried out on padding."""
-        values = torch.tensor(pack([], padding, filled)).to(device, non_blocking=True)
+        values = torch.tensor(pack_rows([], padding, filled)).to(device, non_blocking=True)
         graphs.record(*self._recorded(values, filled))
 
     def _recorded(

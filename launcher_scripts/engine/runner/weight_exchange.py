@@ -24,7 +24,7 @@ from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
 from launcher_scripts.checkpoint.fastertransformer.manifest import identity, source_digest
 from launcher_scripts.checkpoint.formats.archive import Archive
 from launcher_scripts.checkpoint.layout.layouts import full_blocks, rank_columns
-from launcher_scripts.checkpoint.layout.tasks import Task, make_plan
+from launcher_scripts.checkpoint.layout.tasks import Task, plan_tasks
 from launcher_scripts.checkpoint.layout.writing import strips
 from launcher_scripts.common.errors import CheckpointError, ConfigError, Problems, problem
 from launcher_scripts.common.files import MANIFEST, file_digest
@@ -169,7 +169,7 @@ class RefitSource:
             problems.add(difference)
         problems.raise_if_any(ConfigError)
         rows = family_of(checkpoint.config).weights(checkpoint.config)
-        tasks = make_plan(checkpoint, rows, f"the weights of {folder}")
+        tasks = plan_tasks(checkpoint, rows, f"the weights of {folder}")
         return cls(folder, served, {task.name: task for task in tasks})
 
     @property
