@@ -34,8 +34,8 @@ from benchmarks.peers import config_of, peer_lines, reason
 from benchmarks.repositories import RandomModel
 from benchmarks.serving import Server
 from benchmarks.shapes import CONFIGS, TINY
+from launcher_scripts.clients.model_client import Client
 from launcher_scripts.contract.requests import GenerateRequest
-from launcher_scripts.evaluation.served.client import Client
 
 MODEL = "served"
 PEER = "benchmarks.load_peer"

@@ -32,7 +32,7 @@ from launcher_scripts.config.settings import ExportSettings
 from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.engine.engine import Engine, EngineSettings
 from launcher_scripts.engine.runner.loading import load_weights, open_checkpoint
-from launcher_scripts.evaluation.tasks import lambada
+from launcher_scripts.evaluation.tasks import scored_tasks
 from launcher_scripts.steps.quickstart import gguf_file
 
 CONFIGURATIONS = [
@@ -41,7 +41,7 @@ CONFIGURATIONS = [
     for quantization in (None, *QUANTIZATIONS.values())
     for kv_cache_dtype in (KV_CACHE_DTYPES if quantization != "int8" else ("auto",))
 ]
-LAMBADA_ITEMS = Path(lambada.__file__).parents[1] / "data" / "lambada_first200.jsonl"
+LAMBADA_ITEMS = Path(scored_tasks.__file__).parents[1] / "data" / "lambada_first200.jsonl"
 MAX_TOKENS = 64
 
 
@@ -99,8 +99,8 @@ def translated(engine: Engine, folder: Path, sources: Sequence[str]) -> list[str
 class Logits:
     """Every item's logits, and how far they are from those of the first engine that was asked."""
 
-    def __init__(self, items: Sequence[lambada.Item]) -> None:
-        self._rows = list(lambada.rows_to_score(items))
+    def __init__(self, items: Sequence[scored_tasks.Item]) -> None:
+        self._rows = list(scored_tasks.rows_to_score(items))
         self._usual: list[torch.Tensor] = []
         self._divergences: list[torch.Tensor] = []
 
@@ -141,14 +141,14 @@ def measure_translator(folder: Path, pairs: Path) -> Iterator[str]:
 def measure_gpt(folder: Path) -> Iterator[str]:
     """LAMBADA, and the items judged otherwise than by the fp32 model."""
     tokenizer = load_tokenizer(folder)
-    items = lambada.make_items(lambada.read_passages(LAMBADA_ITEMS), tokenizer.encode)
+    items = scored_tasks.make_items(scored_tasks.read_passages(LAMBADA_ITEMS), tokenizer.encode)
     reference: list[bool] = []
     logits = Logits(items)
     for settings in configurations(folder):
         engine = Engine.load(settings)
-        results = list(lambada.score_items(items, logits.of(engine)))
+        results = list(scored_tasks.score_items(items, logits.of(engine)))
         engine.close()
-        figures = lambada.summarise_lambada(results)
+        figures = scored_tasks.summarise_lambada(results)
         correct = [result["correct"] for result in results]
         reference = reference or correct
         differing = sum(a != b for a, b in zip(correct, reference, strict=True))

@@ -20,12 +20,12 @@ from typing import Any
 import numpy as np
 
 from benchmarks.shapes import Case
+from launcher_scripts.clients.model_client import Client
 from launcher_scripts.common.http_client import query
 from launcher_scripts.config.gateway import DeployedGateway
 from launcher_scripts.config.settings import DeploySettings, write_settings
 from launcher_scripts.contract.metric_names import MetricSpec, parse_values
 from launcher_scripts.contract.requests import GenerateRequest
-from launcher_scripts.evaluation.served.client import Client
 
 INPUTS, OUTPUTS = (32, 512), (16, 256)  # tokens of the mixed requests
 START_SECONDS = 240

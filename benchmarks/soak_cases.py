@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from launcher_scripts.clients.connection import Tensors
+from launcher_scripts.clients.contract_tensors import request_tensors, row_outputs
 from launcher_scripts.clients.remote import RemoteServer, ServerModels
 from launcher_scripts.common.errors import ServerError
 from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
-from launcher_scripts.evaluation.served.tensors import request_tensors, row_outputs
 
 WORDS = ("The house", "In the new", "Grüße, Rose", "a b c d e", "It was", "")
 

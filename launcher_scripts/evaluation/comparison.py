@@ -13,11 +13,11 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from launcher_scripts.clients.contract_tensors import States
 from launcher_scripts.common.errors import ConfigError, problem
 from launcher_scripts.config.evaluation import RENAMED_TASKS, TaskSettings
 from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
 from launcher_scripts.evaluation.journal import Journal, read_content, task_result
-from launcher_scripts.evaluation.served.tensors import States
 from launcher_scripts.evaluation.tasks import task
 from launcher_scripts.evaluation.tasks.megatron_models import NemoReference
 from launcher_scripts.evaluation.tasks.task import (

@@ -12,6 +12,7 @@ from launcher_scripts.steps.packages import check_packages
 if __name__ == "__main__":
     check_packages("measure_accuracy")
 
+from launcher_scripts.clients.model_client import open_client
 from launcher_scripts.common.errors import ConfigError, lookup, problem
 from launcher_scripts.common.overlay import TASK_PACKAGES
 from launcher_scripts.config.evaluation import TaskSettings
@@ -27,7 +28,6 @@ from launcher_scripts.evaluation.report import (
     reference_set_up,
     set_up,
 )
-from launcher_scripts.evaluation.served.client import open_client
 from launcher_scripts.evaluation.tables import task_table
 from launcher_scripts.evaluation.tasks import COMPARING, TASKS
 from launcher_scripts.evaluation.tasks.prompts import read_tokenizer

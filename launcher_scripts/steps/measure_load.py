@@ -13,6 +13,7 @@ from launcher_scripts.steps.packages import check_packages
 if __name__ == "__main__":
     check_packages("measure_load")
 
+from launcher_scripts.clients.model_client import open_client
 from launcher_scripts.common.errors import ConfigError, ServerError, problem
 from launcher_scripts.config.options import paths_in
 from launcher_scripts.config.policy import open_policy
@@ -21,7 +22,6 @@ from launcher_scripts.evaluation.journal import FOLDER, Journal
 from launcher_scripts.evaluation.load.figures import LoadRun, Saturation
 from launcher_scripts.evaluation.load.load_test import LoadTest
 from launcher_scripts.evaluation.report import Report, measured_on, set_up
-from launcher_scripts.evaluation.served.client import open_client
 from launcher_scripts.evaluation.tables import load_table
 from launcher_scripts.steps.evaluation_step import run_evaluation
 

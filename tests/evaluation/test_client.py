@@ -9,12 +9,12 @@ import time
 import numpy as np
 import pytest
 
+from launcher_scripts.clients.model_client import Client, open_client
 from launcher_scripts.common.errors import ConfigError, ServerError
 from launcher_scripts.common.tokenizer import SpecialIds
 from launcher_scripts.config.evaluation import BenchmarkSettings
 from launcher_scripts.config.settings import EvaluateSettings
 from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
-from launcher_scripts.evaluation.served.client import Client, open_client
 from tests.evaluation.fake_server import FAVOUR, VOCAB, FakeServer, logits_after
 
 
@@ -172,7 +172,7 @@ def test_connect_gives_up_with_the_reason(tmp_path, ready, says):
 
 @pytest.mark.timeout(300)
 def test_a_server_that_never_answers_does_not_hold_connect_up(tmp_path, monkeypatch):
-    monkeypatch.setattr("launcher_scripts.evaluation.served.client.PROBE_SECONDS", 0.2)
+    monkeypatch.setattr("launcher_scripts.clients.model_client.PROBE_SECONDS", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         (tmp_path / "ready.json").write_text(json.dumps({"http": address, "models": ["counting"]}))

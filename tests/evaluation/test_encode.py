@@ -10,18 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from launcher_scripts.common.errors import ConfigError, RequestError
-from launcher_scripts.config.evaluation import GenerationSettings, TaskSettings
-from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
-from launcher_scripts.evaluation.comparison import TimedModel
-from launcher_scripts.evaluation.served.tensors import (
+from launcher_scripts.clients.contract_tensors import (
     States,
     output_names,
     request_tensors,
     row_outputs,
 )
+from launcher_scripts.common.errors import ConfigError, RequestError
+from launcher_scripts.config.evaluation import GenerationSettings, TaskSettings
+from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
+from launcher_scripts.evaluation.comparison import TimedModel
 from launcher_scripts.evaluation.speed import sweep
-from launcher_scripts.evaluation.tasks import encode
+from launcher_scripts.evaluation.tasks import scored_tasks
 from launcher_scripts.evaluation.tasks.task import EvaluatedModel
 from tests.evaluation.test_speed import SETTINGS
 from tests.evaluation.text_tasks import Words, asked, no_progress
@@ -80,7 +80,7 @@ def test_states_are_compared_token_by_token(
     encoder = Encoder(model, error)
     timed = TimedModel(encoder)
     settings = task(tmp_path, folder)
-    result = encode.run_encode(settings, asked_with(timed, tmp_path), no_progress)
+    result = scored_tasks.run_encode(settings, asked_with(timed, tmp_path), no_progress)
     assert encoder.in_flight == 3
     assert [row.input_ids for row in encoder.rows] == [(0, 1, 1), (2, 3, 4, 1), (0, 4, 1)]
     assert all(row.return_hidden_state and not row.output_len for row in encoder.rows)
@@ -97,10 +97,12 @@ def test_states_are_compared_token_by_token(
 def test_texts_are_asked_and_compared_in_parts_that_can_go_on(
     original: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(encode, "PART", 2)
+    monkeypatch.setattr(scored_tasks, "PART", 2)
     folder, model = original
     settings = task(tmp_path, folder)
-    whole = encode.run_encode(settings, asked_with(Encoder(model, 0.5), tmp_path), no_progress)
+    whole = scored_tasks.run_encode(
+        settings, asked_with(Encoder(model, 0.5), tmp_path), no_progress
+    )
     encoder = Encoder(model, 0.5)
     kept = [
         [{key: item[key] for key in whole.metrics} for item in whole.items[:2]],
@@ -112,14 +114,14 @@ def test_texts_are_asked_and_compared_in_parts_that_can_go_on(
 
     done: list[tuple[int, int]] = []
     asked = dataclasses.replace(asked_with(encoder, tmp_path), continued=continued)
-    result = encode.run_encode(settings, asked, lambda *counts: done.append(counts))
+    result = scored_tasks.run_encode(settings, asked, lambda *counts: done.append(counts))
     assert result == whole
     assert [row.input_ids for row in encoder.rows] == [(0, 4, 1)] and done == [(3, 3)]
 
 
 def test_agreement_is_of_the_worst_token() -> None:
     reference = np.array([[1, 0], [0, 2]], np.float32)
-    agreement = encode.compare_states(np.array([[1, 1], [0, 4]], np.float32), reference)
+    agreement = scored_tasks.compare_states(np.array([[1, 1], [0, 4]], np.float32), reference)
     assert agreement == {
         "cosine_similarity": pytest.approx(2**-0.5),
         "largest_difference": 2.0,
@@ -133,10 +135,12 @@ def test_what_cannot_be_compared_is_refused(original: tuple[Path, Any], tmp_path
         TaskSettings("encode", "texts")
     settings = task(tmp_path, folder, generation=GenerationSettings(ia3_task=1))
     with pytest.raises(ConfigError, match=r"transformers is not a reference for this; got \['ia3"):
-        encode.run_encode(settings, asked_with(Encoder(model, 0.0), tmp_path), no_progress)
+        scored_tasks.run_encode(settings, asked_with(Encoder(model, 0.0), tmp_path), no_progress)
     (tmp_path / "empty").write_text("a\n\n")
     with pytest.raises(ConfigError, match="line 2 is empty"):
-        encode.read_encoder_texts(dataclasses.replace(settings, data_file=str(tmp_path / "empty")))
+        scored_tasks.read_encoder_texts(
+            dataclasses.replace(settings, data_file=str(tmp_path / "empty"))
+        )
 
 
 def test_states_of_another_size_are_refused(original: tuple[Path, Any], tmp_path: Path) -> None:
@@ -148,7 +152,7 @@ def test_states_of_another_size_are_refused(original: tuple[Path, Any], tmp_path
 
     folder, model = original
     with pytest.raises(ConfigError, match=r"states of other sizes; got '\(3, 8\) and \(3, 16\)'"):
-        encode.run_encode(
+        scored_tasks.run_encode(
             task(tmp_path, folder), asked_with(Other(model, 0), tmp_path), no_progress
         )
 

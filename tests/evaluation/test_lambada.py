@@ -10,8 +10,8 @@ import pytest
 
 from launcher_scripts.common.errors import ConfigError, ServerError
 from launcher_scripts.config.evaluation import TaskSettings
-from launcher_scripts.evaluation.tasks import TASKS, lambada
-from launcher_scripts.evaluation.tasks.lambada import Item
+from launcher_scripts.evaluation.tasks import TASKS, scored_tasks
+from launcher_scripts.evaluation.tasks.scored_tasks import Item
 from launcher_scripts.evaluation.tasks.task import EvaluatedModel, fraction
 from tests.evaluation.fake_server import FAVOUR, VOCAB, logits_after
 
@@ -41,14 +41,14 @@ def write_items(path, texts):
 
 
 def test_the_target_is_the_last_word_with_its_blank():
-    assert lambada.split_target('he said "no, Jim"') == ('he said "no,', ' Jim"')
+    assert scored_tasks.split_target('he said "no, Jim"') == ('he said "no,', ' Jim"')
 
 
 def test_tokens_are_split_where_the_context_alone_ends():
     def characters(text):
         return [ord(character) for character in text]
 
-    tokens, target_length = lambada.encode_pair(characters, "ab ", " c")
+    tokens, target_length = scored_tasks.encode_pair(characters, "ab ", " c")
     assert tokens == tuple(map(ord, "ab  c"))
     assert target_length == 3  # the context's own blanks belong to the target
 
@@ -65,7 +65,7 @@ def test_an_item_is_right_when_all_its_target_tokens_are_the_likeliest():
     ]
     for tokens, length, correct, log_likelihood, last in cases:
         item = Item(index=7, target=" x", tokens=tokens, target_length=length)
-        result = lambada.score_item(item, logits_after(tokens[:-1]))
+        result = scored_tasks.score_item(item, logits_after(tokens[:-1]))
         assert result == {
             "index": 7,
             "target": " x",
@@ -77,7 +77,7 @@ def test_an_item_is_right_when_all_its_target_tokens_are_the_likeliest():
 
 def test_large_logits_do_not_overflow():
     logits = np.array([[4e4, 4e4 - 1]], np.float32)
-    result = lambada.score_item(Item(0, " b", (0, 1), 1), logits)
+    result = scored_tasks.score_item(Item(0, " b", (0, 1), 1), logits)
     assert result["log_likelihood"] == pytest.approx(-1 - math.log1p(math.exp(-1)))
 
 
@@ -86,7 +86,7 @@ def test_summary_of_three_items():
         {"correct": correct, "log_likelihood": log_likelihood, "last_token_correct": last}
         for correct, log_likelihood, last in [(1, -1.0, 1), (0, -2.0, 1), (0, -6.0, 1)]
     ]
-    metrics = lambada.summarise_lambada(results)
+    metrics = scored_tasks.summarise_lambada(results)
     # Deviations of (-1, -2, -6) from -3 are 2, 1 and -3: variance 7, standard error sqrt(7 / 3).
     half_width = 1.959964 * math.sqrt(7 / 3)
     assert metrics["perplexity"].value == pytest.approx(math.exp(3))
@@ -107,7 +107,7 @@ def test_a_share_of_no_right_items_has_an_interval():
 
 def test_one_item_has_no_interval_of_its_perplexity():
     item = {"correct": True, "log_likelihood": -1.0, "last_token_correct": True}
-    metrics = lambada.summarise_lambada([item])
+    metrics = scored_tasks.summarise_lambada([item])
     assert metrics["perplexity"].low is None
     assert metrics["accuracy"].low == pytest.approx(0.206549, rel=1e-4)
 
@@ -130,21 +130,21 @@ def test_run_reads_scores_and_sums_up(tmp_path):
 
 def test_missing_positions_are_an_error_of_the_server():
     with pytest.raises(ServerError, match="logits at 1 positions of LAMBADA's item 0, which has 2"):
-        list(lambada.score_items([Item(0, " c", (0, 1, 2), 1)], [logits_after([0])]))
+        list(scored_tasks.score_items([Item(0, " c", (0, 1, 2), 1)], [logits_after([0])]))
 
 
 def test_a_text_beyond_the_models_positions_loses_its_beginning():
     items = [Item(0, " c", (0, 1, 2), 1), Item(1, " fg", (0, 3, 4, 5, 6), 2)]
-    assert lambada.fitting(items, None) == items
-    cut = lambada.fitting(items, 3)
+    assert scored_tasks.fitting(items, None) == items
+    cut = scored_tasks.fitting(items, 3)
     assert [item.tokens for item in cut] == [(0, 1, 2), (3, 4, 5, 6)]
-    assert list(lambada.rows_to_score(cut)) == [(0, 1), (3, 4, 5)]
+    assert list(scored_tasks.rows_to_score(cut)) == [(0, 1), (3, 4, 5)]
     assert all(
         result["correct"]
-        for result in lambada.score_items(cut, map(logits_after, [(0, 1), (3, 4, 5)]))
+        for result in scored_tasks.score_items(cut, map(logits_after, [(0, 1), (3, 4, 5)]))
     )
     with pytest.raises(ConfigError, match="item 1 has a last word of too many tokens; got ' fg'"):
-        lambada.fitting(items, 1)
+        scored_tasks.fitting(items, 1)
 
 
 @pytest.mark.parametrize(
@@ -160,16 +160,16 @@ def test_a_text_beyond_the_models_positions_loses_its_beginning():
 )
 def test_positions_end_where_the_table_does(config, positions, tmp_path):
     (tmp_path / "config.ini").write_text(config)
-    assert lambada.max_positions_of(tmp_path) == positions
+    assert scored_tasks.max_positions_of(tmp_path) == positions
 
 
 def test_lines_are_read_as_json_means_them(tmp_path):
     file = tmp_path / "items.jsonl"
     file.write_bytes(b'{"text": "a\xe2\x80\xa8b c"}\n')
-    assert lambada.read_passages(file) == ["a\u2028b c"]
+    assert scored_tasks.read_passages(file) == ["a\u2028b c"]
     file.write_bytes(b'{"text": "caf\xe9 c"}\n')
     with pytest.raises(ConfigError, match=r"cannot read .*change evaluate.tasks.lambada.data_file"):
-        lambada.read_passages(file)
+        scored_tasks.read_passages(file)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
@@ -177,9 +177,9 @@ def test_logits_that_are_no_numbers_are_an_error(value):
     logits = logits_after([0, 1])
     logits[1, 3] = value
     with pytest.raises(ServerError, match="logits of LAMBADA's item 0 are not numbers"):
-        list(lambada.score_items([Item(0, " c", (0, 1, 2), 1)], [logits]))
+        list(scored_tasks.score_items([Item(0, " c", (0, 1, 2), 1)], [logits]))
     logits[1, 3] = -np.inf  # of a token that never comes
-    (result,) = lambada.score_items([Item(0, " c", (0, 1, 2), 1)], [logits])
+    (result,) = scored_tasks.score_items([Item(0, " c", (0, 1, 2), 1)], [logits])
     assert result["correct"]
 
 
@@ -187,30 +187,30 @@ def test_bad_items_are_all_named(tmp_path):
     file = tmp_path / "items.jsonl"
     file.write_text('{"text": "a b"}\nnonsense\n{"text": "word"}\n{"text": "a "}\n{"other": 1}\n')
     with pytest.raises(ConfigError) as error:
-        lambada.read_passages(file)
+        scored_tasks.read_passages(file)
     message = str(error.value)
     assert "4 problems" in message
     for number in (2, 3, 4, 5):
         assert f"line {number} " in message
-    assert lambada.read_passages(file, limit=1) == ["a b"]
+    assert scored_tasks.read_passages(file, limit=1) == ["a b"]
 
 
 def test_a_missing_or_empty_file_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"items.jsonl.*change evaluate.tasks.lambada.data_file"):
-        lambada.read_passages(tmp_path / "items.jsonl")
+        scored_tasks.read_passages(tmp_path / "items.jsonl")
     (tmp_path / "items.jsonl").write_text("")
     with pytest.raises(ConfigError, match="the file is empty"):
-        lambada.read_passages(tmp_path / "items.jsonl")
+        scored_tasks.read_passages(tmp_path / "items.jsonl")
 
 
 def test_the_shipped_items_are_those_of_the_reference():
     reference = json.loads(REFERENCE.read_text(encoding="utf-8"))["tasks"]["lambada"]
-    texts = lambada.read_passages(SHIPPED)
+    texts = scored_tasks.read_passages(SHIPPED)
     assert len(texts) == 200
-    assert [lambada.split_target(text)[1] for text in texts] == [
+    assert [scored_tasks.split_target(text)[1] for text in texts] == [
         item["target"] for item in reference["items"]
     ]
-    metrics = lambada.summarise_lambada(reference["items"])
+    metrics = scored_tasks.summarise_lambada(reference["items"])
     assert {name: dataclasses.asdict(metric) for name, metric in metrics.items()} == {
         name: pytest.approx(metric) for name, metric in reference["metrics"].items()
     }

@@ -5,8 +5,8 @@ from datetime import datetime, timedelta, timezone
 
 import pytest
 
+from launcher_scripts.clients.model_client import open_client
 from launcher_scripts.common.errors import ServerError
-from launcher_scripts.evaluation.served.client import open_client
 from tests.evaluation.fake_server import FakeServer
 from tests.evaluation.test_client import evaluate_settings
 

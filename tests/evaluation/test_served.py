@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from launcher_scripts.checkpoint.model_repository import ModelRepository
+from launcher_scripts.clients.model_client import open_client
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.config.evaluation import BenchmarkSettings, TaskSettings
 from launcher_scripts.config.export import TokenizerSettings
 from launcher_scripts.config.settings import EvaluateSettings, ExportSettings, write_settings
 from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
-from launcher_scripts.evaluation.served.client import open_client
 from launcher_scripts.steps import measure_accuracy, measure_speed
 from tests.evaluation.text_tasks import write_letters
 from tests.server.processes import running

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from launcher_scripts.clients.model_client import Client, open_client
 from launcher_scripts.common.errors import ServerError
 from launcher_scripts.common.files import replica_files
 from launcher_scripts.config.evaluation import BenchmarkSettings, GenerationSettings, TaskSettings
 from launcher_scripts.config.settings import EvaluateSettings, write_settings
 from launcher_scripts.contract.requests import GenerateRequest
-from launcher_scripts.evaluation.served.client import Client, open_client
 from launcher_scripts.steps import measure_accuracy, measure_speed
 from tests.server.processes import RunningStep
 from tests.server.requests import Client as TritonClient

@@ -7,17 +7,17 @@ import pytest
 from torch import from_numpy
 
 from launcher_scripts.backends.fastertransformer.request_tensors import to_requests
-from launcher_scripts.common.errors import RequestError
-from launcher_scripts.contract.contracts import CONTRACTS
-from launcher_scripts.contract.requests import Beam, GenerateRequest, SamplingParameters
-from launcher_scripts.contract.tensors import GPT_INPUTS
-from launcher_scripts.evaluation.served import tensors
-from launcher_scripts.evaluation.served.tensors import (
+from launcher_scripts.clients import contract_tensors
+from launcher_scripts.clients.contract_tensors import (
     output_names,
     request_tensors,
     row_outputs,
     word_lists,
 )
+from launcher_scripts.common.errors import RequestError
+from launcher_scripts.contract.contracts import CONTRACTS
+from launcher_scripts.contract.requests import Beam, GenerateRequest, SamplingParameters
+from launcher_scripts.contract.tensors import GPT_INPUTS
 
 # A value other than the contract's default for every field of a request.
 SAMPLING = SamplingParameters(
@@ -74,7 +74,7 @@ def test_every_field_of_a_request_becomes_a_tensor_of_the_contract():
     assert len(sent) == fields + 2 - 1 + 1
     for name, array in sent.items():
         tensor = contract[name]
-        assert array.dtype == tensors.NUMPY_TYPES[tensor.dtype], name
+        assert array.dtype == contract_tensors.NUMPY_TYPES[tensor.dtype], name
         assert array.ndim == 1 + len(tensor.dims), name
         fixed = [size for size in tensor.dims if size != -1]
         assert [size for size in array.shape[1:] if size in fixed][: len(fixed)] == fixed, name
@@ -146,7 +146,7 @@ def test_rows_with_and_without_own_prompts():
 
 def test_answers_hold_no_virtual_tokens():
     row = GenerateRequest((9, 10, 5), 2, prompt_task=0, return_context_logits=True)
-    assert "response_input_lengths" in tensors.output_names([row])
+    assert "response_input_lengths" in contract_tensors.output_names([row])
     answer = {
         "output_ids": np.array([[[5, 7, 8]]]),
         "sequence_length": np.array([[3]]),

@@ -20,12 +20,12 @@ from typing import Any
 import numpy as np
 
 from launcher_scripts.clients.connection import Tensors
+from launcher_scripts.clients.contract_tensors import request_tensors, row_outputs
 from launcher_scripts.clients.remote import RemoteServer, ServerModels, find_models
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.config.export import TokenizerSettings
 from launcher_scripts.config.settings import ExportSettings
 from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
-from launcher_scripts.evaluation.served.tensors import request_tensors, row_outputs
 from tests.server.processes import run_export, running
 
 FIXTURES = Path(__file__).resolve().parents[3] / "shared" / "fixtures"

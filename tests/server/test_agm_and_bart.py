@@ -12,10 +12,10 @@ import pytest
 import yaml
 from tritonclient.utils import InferenceServerException
 
+from launcher_scripts.clients.model_client import Client as EvaluationClient
 from launcher_scripts.common.tokenizer import load_tokenizer
 from launcher_scripts.config.evaluation import BenchmarkSettings, GenerationSettings, TaskSettings
 from launcher_scripts.config.settings import EvaluateSettings, write_settings
-from launcher_scripts.evaluation.served.client import Client as EvaluationClient
 from launcher_scripts.steps import measure_accuracy, measure_speed
 from tests.engine.small_agm import agm_config, agm_tensors, plain_greedy, plain_logits
 from tests.engine.small_bart import bart_config

@@ -19,11 +19,11 @@ import pytest
 import tritonclient.grpc as triton
 
 from launcher_scripts.clients.connection import channel_arguments
+from launcher_scripts.clients.model_client import open_client
 from launcher_scripts.common.errors import ServerError
 from launcher_scripts.common.http_client import UNIX, query
 from launcher_scripts.config.gateway import OPEN_PATHS, DeployedGateway, GatewaySettings
 from launcher_scripts.config.settings import BenchmarkSettings, EvaluateSettings
-from launcher_scripts.evaluation.served.client import open_client
 from launcher_scripts.jobs.status import ServerLoad, is_ready, load_of
 from launcher_scripts.server.health import PATHS, check_closed, check_key, listening, open_answers
 from tests.gateway.processes import gateway

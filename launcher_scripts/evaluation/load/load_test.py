@@ -25,6 +25,7 @@ from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
 
+from launcher_scripts.clients.model_client import Client
 from launcher_scripts.common.errors import ConfigError, LauncherError, ServerError, problem
 from launcher_scripts.common.files import replica_files
 from launcher_scripts.common.processes import signal_when_parent_dies
@@ -49,7 +50,6 @@ from launcher_scripts.evaluation.load.figures import (
     run_figures,
 )
 from launcher_scripts.evaluation.load.paths import LoadTarget, TokenRequest
-from launcher_scripts.evaluation.served.client import Client
 from launcher_scripts.evaluation.tasks.prompts import read_tokenizer, read_vocab_size
 
 _START_SECONDS = 120.0  # for a process to import what it needs

@@ -18,11 +18,11 @@ import numpy as np
 
 from launcher_scripts.clients.async_connection import TritonServer
 from launcher_scripts.clients.connection import Tensors
+from launcher_scripts.clients.contract_tensors import request_tensors
 from launcher_scripts.config.security import ClientTls
 from launcher_scripts.contract.contracts import CONTRACTS
 from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.evaluation.load.driver import LoadRequest
-from launcher_scripts.evaluation.served.tensors import request_tensors
 
 # An id that no vocabulary has, so that no token ends an answer.
 NO_END_ID = (1 << 31) - 1

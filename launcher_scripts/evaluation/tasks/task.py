@@ -21,11 +21,11 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from launcher_scripts.clients.contract_tensors import States
 from launcher_scripts.common.errors import ConfigError, problem
 from launcher_scripts.common.tokenizer import SpecialIds, Tokenizer
 from launcher_scripts.config.evaluation import TaskSettings
 from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
-from launcher_scripts.evaluation.served.tensors import States
 
 Z = NormalDist().inv_cdf(0.975)  # a normal variable is within so many deviations 95 % of the time
 RESAMPLES = 10_000
@@ -260,7 +260,7 @@ class TaskResult:
 
 
 class TaskModel(Protocol):
-    """The model that a task uses: evaluation/served/client.py's Client, or anything else with
+    """The model that a task uses: clients/model_client.py's Client, or anything else with
     logits."""
 
     def score(

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from launcher_scripts.clients.contract_tensors import States
 from launcher_scripts.common.errors import ConfigError, problem
 from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
-from launcher_scripts.evaluation.served.tensors import States
 from launcher_scripts.evaluation.tasks.task import (
     REFERENCE_KEY,
     HiddenStates,

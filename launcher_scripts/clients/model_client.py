@@ -15,6 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from launcher_scripts.clients.connection import MAX_IN_FLIGHT
+from launcher_scripts.clients.contract_tensors import (
+    States,
+    output_names,
+    request_tensors,
+    row_outputs,
+)
 from launcher_scripts.clients.remote import RemoteServer, find_models, parameters_of
 from launcher_scripts.common.errors import ConfigError, ServerError, lookup, problem
 from launcher_scripts.common.files import STALE_SECONDS, replica_files, seconds_silent
@@ -25,12 +31,6 @@ from launcher_scripts.config.security import ClientTls
 from launcher_scripts.config.settings import EvaluateSettings
 from launcher_scripts.contract.contracts import CONTRACTS
 from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest
-from launcher_scripts.evaluation.served.tensors import (
-    States,
-    output_names,
-    request_tensors,
-    row_outputs,
-)
 
 
 class Client:
