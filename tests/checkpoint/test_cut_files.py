@@ -66,7 +66,7 @@ def test_a_source_that_is_cut_after_it_was_opened(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = SOURCES[kind](tmp_path)
-    plan = export_module.make_plan
+    plan = export_module.plan_tasks
 
     def plan_and_cut(*args: Any) -> Any:
         tasks = plan(*args)
