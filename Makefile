@@ -29,7 +29,7 @@ check: check-setup
 	$(BIN)/python3 -m mypy
 	PATH="$(CURDIR)/$(BIN):$$PATH" PYTHONDONTWRITEBYTECODE= \
 		$(BIN)/python3 -m pytest -m "not slow and not gpu" \
-		-n 4 --dist worksteal --timeout 900
+		-n 4 --dist loadfile --timeout 900
 
 cluster:
 	@$(or $(PYTHON),python3) -m tests.slurm.cluster start --root $(CLUSTER) \

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import importlib
 import importlib.util
@@ -12,15 +13,21 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 if TYPE_CHECKING:
+    from xdist.scheduler import LoadScopeScheduling
+
     from tests.forked_launchers import ForkedLaunchers
     from tests.server.processes import RunningStep
 
 CHECKOUT = Path(__file__).resolve().parent.parent
+SHARED_SERVER = "shared_server"  # the fixture below
+SLURM_CLUSTERS = 2
+# The longest first, and those that wait beside those that compute.
+START_ORDER = ("slurm 0", SHARED_SERVER, "slurm 1", "tests/server/", "tests/engine/", "tests/")
 Golden = Callable[[str, str], None]
 
 # Before torch is imported, and for all that tests start: threads that wait for each other on
@@ -72,8 +79,37 @@ def import_tests(worker: str, count: int) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests on Slurm wait most of the time: they come first, beside others that compute."""
-    items.sort(key=lambda item: not item.path.is_relative_to(CHECKOUT / "tests" / "slurm"))
+    items.sort(
+        key=lambda item: list(map(group_of(item.nodeid).startswith, START_ORDER)).index(True)
+    )
+
+
+@functools.cache
+def file_group(file: str) -> str:
+    """The name of the files that one worker runs, so that what they share is started once."""
+    path = CHECKOUT / file
+    if path.parent.name == "slurm":
+        return f"slurm {sorted(path.parent.glob('test_*.py')).index(path) % SLURM_CLUSTERS}"
+    return SHARED_SERVER if SHARED_SERVER in path.read_text(encoding="utf-8") else file
+
+
+def group_of(nodeid: str) -> str:
+    return file_group(nodeid.partition("::")[0])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling | None:
+    """With --dist loadfile, the files of a group stay together, too."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class GroupScheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return group_of(nodeid)
+
+    config.option.loadscopereorder = False
+    return GroupScheduling(config, log)
 
 
 def pytest_collection_finish() -> None:
