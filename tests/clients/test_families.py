@@ -15,10 +15,16 @@ from launcher_scripts.clients.__main__ import main
 from launcher_scripts.clients.end_to_end_test import column
 from launcher_scripts.clients.remote import RemoteServer, find_models
 from launcher_scripts.common.tokenizer import load_tokenizer
-from launcher_scripts.config.export import TokenizerSettings
 from tests.engine.small_agm import agm_config, agm_tensors
 from tests.server.processes import running
-from tests.server.repositories import TOKENIZERS, VOCAB_SIZE, export, export_t5, text_config
+from tests.server.repositories import (
+    NO_TEXT,
+    TOKENIZERS,
+    VOCAB_SIZE,
+    export,
+    export_t5,
+    text_config,
+)
 
 pytestmark = pytest.mark.usefixtures("tritonserver")
 REQUESTS = Path(clients.__file__).parent / "requests"
@@ -35,8 +41,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]
     export_t5(folder, name="live", decoupled=True)
     export_t5(folder, "t5-encoder", name="encoder")
     agm = agm_config(vocab_size=VOCAB_SIZE, end_id=3)
-    nothing = TokenizerSettings("none")
-    export(folder, agm, agm_tensors(agm), name="agm", model_type="agm", tokenizer=nothing)
+    export(folder, agm, agm_tensors(agm), name="agm", model_type="agm", tokenizer=NO_TEXT)
     with running(folder / "job", settings.model_repository) as step:
         yield step.wait_until_ready()
         assert step.stop() == 0, step.err

@@ -24,7 +24,7 @@ from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.engine.engine import Engine
 from tests.engine.small_models import engine_for, random_tensors
 from tests.server.processes import running
-from tests.server.repositories import TOKENIZERS, VOCAB_SIZE, export, text_config
+from tests.server.repositories import NO_TEXT, TOKENIZERS, VOCAB_SIZE, export, text_config
 
 pytestmark = pytest.mark.usefixtures("tritonserver")
 REQUESTS = Path(clients.__file__).parent / "requests"
@@ -403,7 +403,7 @@ def test_an_unknown_client_is_answered_with_the_known_ones(
 def test_a_server_that_refused_a_stream_ends_at_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = export(tmp_path, name="live", decoupled=True)
+    settings = export(tmp_path, name="live", decoupled=True, tokenizer=NO_TEXT)
     rows = ("-d", "-r", "-b", "9999", "--vocab_size", str(VOCAB_SIZE))
     with running(tmp_path / "job", settings.model_repository) as step:
         ready = step.wait_until_ready()

@@ -80,7 +80,7 @@ def answer(output: GenerateOutput) -> Answer:
     ]
 
 
-def check_company(engine: Engine, model: str, seed: int = 0, count: int = 10) -> None:
+def check_company(engine: Engine, model: str, seed: int = 0, count: int = 7) -> None:
     """Rows alone, and then all of them together, some beside others that are given up."""
     draw = random.Random(seed)
     asked = requests(draw, model, count)

@@ -184,7 +184,7 @@ def test_answers_are_those_without_a_draft_model(
     draft = (config, near(tensors)) if agrees else (SMALLER, random_tensors(SMALLER))
     plain = engine_for(config, tensors)
     drafting = engine_for(config, tensors, max_batch_size=9, draft=draft)
-    check_same(plain, drafting, seed=len(model), lower=20 if agrees else -1)
+    check_same(plain, drafting, seed=len(model), lower=10 if agrees else -1)
 
 
 @pytest.mark.usefixtures("no_lookup")
@@ -239,10 +239,10 @@ def test_the_model_itself_foretells_everything(
             draw.randrange(2, 60),
             num_speculative_tokens=draw.choice((1, 3, 8)),
         )
-        for _ in range(24)
+        for _ in range(12)
     ]
     all_foretold(engine, requests)
-    assert tried(engine) == accepted(engine) > 200
+    assert tried(engine) == accepted(engine) > 100
     assert bool(preemptions(engine)) == (tokens == 170)
 
 

@@ -334,7 +334,7 @@ def same_answers(
         yield want, got
 
 
-def check_answers(large: Engine, small: Engine, seed: int, count: int = 30) -> None:
+def check_answers(large: Engine, small: Engine, seed: int, count: int = 16) -> None:
     """Long answers to short prompts, some of which begin alike; some rows are cancelled."""
     draw = random.Random(seed)
     stems = [text(20, each) for each in range(3)]
@@ -393,7 +393,7 @@ def test_answers_are_the_same_as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_ranks_move_alike(tmp_path: Path) -> None:
     large = engine_for(CONFIG, TENSORS)
     small = load_engine(tmp_path, CONFIG, TENSORS, 2, 1, max_tokens=260, max_batch_size=12)
-    check_answers(large, small, 2, count=14)
+    check_answers(large, small, 2, count=10)
 
 
 PENALTIES = SamplingParameters(

@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 
 from tests.gateway.processes import gateway
+from tests.lazy_modules import LazyModule
 from tests.processes import wait_for
 from tests.server.processes import RunningStep
 from tests.server.shared import cache_tokens_used
 
-openai = pytest.importorskip("openai")
+openai = LazyModule("openai")
 pytestmark = pytest.mark.usefixtures("tritonserver")
 
 

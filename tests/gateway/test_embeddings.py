@@ -17,8 +17,9 @@ from launcher_scripts.gateway.api_errors import ApiError
 from launcher_scripts.gateway.backend import Increment, RowRequest
 from launcher_scripts.gateway.triton_backend import TritonBackend
 from tests.gateway.fakes import GPT2, FakeBackend, client_of, listening, served
+from tests.lazy_modules import LazyModule
 
-openai = pytest.importorskip("openai")
+openai = LazyModule("openai")
 ROUTE = "/v1/embeddings"
 
 

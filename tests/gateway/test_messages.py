@@ -14,8 +14,9 @@ from tests.gateway.test_chat import chat_client
 from tests.gateway.test_completions import IDS, WORDS
 from tests.gateway.test_reasoning import ANSWER, HYBRID, THOUGHT, WHOLE
 from tests.gateway.test_tool_calls import BERLIN, TOOLS, hermes
+from tests.lazy_modules import LazyModule
 
-anthropic = pytest.importorskip("anthropic")
+anthropic = LazyModule("anthropic")
 ROUTE = "/v1/messages"
 KEY = "sk-alice-0123"
 HI = [{"role": "user", "content": "Hi"}]

@@ -15,8 +15,9 @@ from tests.gateway.fakes import CHATML, GPT2, FakeBackend, client_of, saying, se
 from tests.gateway.test_chat import ROOM, chat_client
 from tests.gateway.test_completions import IDS, WORDS
 from tests.gateway.test_tool_calls import BERLIN, TOOLS, hermes
+from tests.lazy_modules import LazyModule
 
-responses = pytest.importorskip("openai.types.responses")
+responses = LazyModule("openai.types.responses")
 FLAT = [{"type": "function", **tool["function"]} for tool in TOOLS]
 ROUTE = "/v1/responses"
 

@@ -16,11 +16,12 @@ from typing import Any
 import pytest
 
 from tests.http_requests import receive
+from tests.lazy_modules import LazyModule
 from tests.processes import wait_for
 from tests.server.processes import CHECKOUT
 from tests.server.repositories import export, text_config
 
-openai = pytest.importorskip("openai")
+openai = LazyModule("openai")
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("tritonserver")]
 CLIENTS = 12
 TOKENS = 60

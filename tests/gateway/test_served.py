@@ -24,13 +24,14 @@ from launcher_scripts.gateway.backend import RowRequest
 from launcher_scripts.gateway.triton_backend import TritonBackend, TritonServer
 from tests.gateway.fakes import CHATML
 from tests.gateway.processes import RunningGateway, gateway
+from tests.lazy_modules import LazyModule
 from tests.processes import wait_for
 from tests.server.processes import CHECKOUT, RunningStep
 from tests.server.repositories import TOKENIZERS
 from tests.server.requests import Client, Stream, generated, ids_request, t5_request
 from tests.server.shared import cache_tokens_used
 
-openai = pytest.importorskip("openai")
+openai = LazyModule("openai")
 pytestmark = pytest.mark.usefixtures("tritonserver")
 TOKENIZER = load_tokenizer(TOKENIZERS / "gpt2bpe")
 PROMPT = "Hello the people"

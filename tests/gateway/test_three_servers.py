@@ -17,11 +17,12 @@ from launcher_scripts.config.settings import ExportSettings
 from launcher_scripts.jobs.status import query_load as load_of
 from tests.gateway.processes import RunningGateway, gateway_job
 from tests.http_requests import receive
+from tests.lazy_modules import LazyModule
 from tests.processes import wait_for
 from tests.server.processes import RunningStep, running
 from tests.server.repositories import export, text_config
 
-openai = pytest.importorskip("openai")
+openai = LazyModule("openai")
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("tritonserver")]
 FIRST = 9  # streams, a third of which every server has begun when the others come
 CLIENTS = 48

@@ -10,6 +10,7 @@ import numpy as np
 
 from launcher_scripts.checkpoint.model_repository import ModelRepository
 from launcher_scripts.common.parallelism import Parallelism
+from launcher_scripts.config.export import TokenizerSettings
 from launcher_scripts.config.settings import ExportSettings
 from launcher_scripts.models.family import ModelConfig
 from launcher_scripts.models.gpt import GPTConfig
@@ -24,11 +25,14 @@ T5_END_ID = 3
 T5_CONFIG = t5_config(
     **NEMO, vocab_size=VOCAB_SIZE, end_id=T5_END_ID, cross_attention_relative_bias=True
 )
-SHAPES = {"tp1_pp1": (1, 1), "tp2_pp1": (2, 1), "tp1_pp2": (1, 2)}  # models of one server
+# Models of one server. Two stages of a GPT run in test_sessions.py, a T5 of two ranks in shared.py.
+SHAPES = {"tp1_pp1": (1, 1), "tp2_pp1": (2, 1)}
+T5_SHAPES = {"tp1_pp1": (1, 1), "tp1_pp2": (1, 2)}
+NO_TEXT = TokenizerSettings("none")
 
 
 def beside(model: str, name: str) -> str:
-    """The name of a text model of one of SHAPES; that of the first has no prefix."""
+    """The name of a text model of one of these shapes; that of the first has no prefix."""
     return name if model == next(iter(SHAPES)) else f"{model}_{name}"
 
 

@@ -33,17 +33,17 @@ CONFIG = agm_config(vocab_size=VOCAB_SIZE, end_id=3)
 BART = bart_config(vocab_size=VOCAB_SIZE)
 
 
-def export(folder: Path, name: str, config: Any, tensors: dict[str, np.ndarray]) -> Path:
-    """A model of its family's name, for two ranks."""
-    settings = repositories.export(folder, config, tensors, name=name, tp=2, model_type=name)
+def export(folder: Path, name: str, config: Any, tensors: dict[str, np.ndarray], tp: int) -> Path:
+    """A model of its family's name."""
+    settings = repositories.export(folder, config, tensors, name=name, tp=tp, model_type=name)
     return settings.model_repository
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("forks")
-    repository = export(folder, "agm", CONFIG, agm_tensors(CONFIG))
-    export(folder, "bart", BART, random_tensors(BART))
+    repository = export(folder, "agm", CONFIG, agm_tensors(CONFIG), tp=2)
+    export(folder, "bart", BART, random_tensors(BART), tp=1)
     with running(folder / "job", repository) as step:
         yield {**step.wait_until_ready(), "ready_file": str(step.settings.ready_file)}
         assert step.stop() == 0, step.err

@@ -91,11 +91,18 @@ def engine() -> Iterator[Engine]:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("keys", ["file", pytest.param("environment", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("keys", "tp"), [("file", 1), pytest.param("environment", 2, marks=pytest.mark.slow)]
+)
 def test_a_repository_in_a_bucket(
-    tmp_path: Path, bucket: Bucket, engine: Engine, keys: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    bucket: Bucket,
+    engine: Engine,
+    keys: str,
+    tp: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    settings = export(tmp_path / "exported", tp=2)
+    settings = export(tmp_path / "exported", tp=tp)
     address = bucket.upload(settings.model_repository)
     shutil.rmtree(tmp_path / "exported")
     more = {}

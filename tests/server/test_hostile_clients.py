@@ -11,7 +11,7 @@ from tritonclient.utils import InferenceServerException
 
 from tests.http_requests import send
 from tests.server.processes import RunningStep, running
-from tests.server.repositories import export
+from tests.server.repositories import NO_TEXT, export
 from tests.server.requests import Client, Stream, generated, ids_request, text_rows
 
 pytestmark = pytest.mark.usefixtures("tritonserver")
@@ -142,7 +142,7 @@ def test_an_empty_batch_is_an_error(served: dict[str, Any]) -> None:
 
 def test_one_client_s_requests_do_not_pile_up(tmp_path: Path) -> None:
     """Hundreds on a stream whose answers nobody reads: most are refused, others are served."""
-    settings = export(tmp_path, decoupled=True)
+    settings = export(tmp_path, decoupled=True, tokenizer=NO_TEXT)
     with running(tmp_path / "job", settings.model_repository, max_waiting_rows=4) as step:
         ready = step.wait_until_ready()
         with Stream(ready) as flood:

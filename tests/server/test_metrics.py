@@ -16,7 +16,7 @@ from tests.engine.small_models import random_tensors, write_checkpoint
 from tests.http_requests import metric_families
 from tests.processes import wait_for
 from tests.server.processes import running
-from tests.server.repositories import END_ID, export, text_config
+from tests.server.repositories import END_ID, NO_TEXT, export, text_config
 from tests.server.requests import Client, ids_request
 
 pytestmark = pytest.mark.usefixtures("tritonserver")
@@ -30,7 +30,13 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]
     """A model whose draft model is its twin."""
     folder, config = tmp_path_factory.mktemp("metrics"), text_config()
     draft = write_checkpoint(folder / "draft", config, random_tensors(config), 1)
-    settings = export(folder, config, enable_prefix_caching=True, draft_model_dir=str(draft))
+    settings = export(
+        folder,
+        config,
+        tokenizer=NO_TEXT,
+        enable_prefix_caching=True,
+        draft_model_dir=str(draft),
+    )
     with running(folder / "job", settings.model_repository) as step:
         yield step.wait_until_ready()
         assert step.stop() == 0, step.err

@@ -24,7 +24,15 @@ from launcher_scripts.engine.engine import Engine
 from tests.engine.small_models import engine_for, random_tensors
 from tests.processes import wait_for
 from tests.server.processes import running
-from tests.server.repositories import END_ID, SHAPES, TOKENIZERS, beside, export, text_config
+from tests.server.repositories import (
+    END_ID,
+    NO_TEXT,
+    SHAPES,
+    TOKENIZERS,
+    beside,
+    export,
+    text_config,
+)
 from tests.server.requests import Client, generated, ids_request, text_rows
 
 pytestmark = pytest.mark.usefixtures("tritonserver")
@@ -398,7 +406,7 @@ def test_a_killed_rank_ends_everything_with_the_reason(
     Rank 1 dies of rank 0's death, so it may be the first that is seen. Rank 0 may have said that
     rank 1 is dead when it dies itself.
     """
-    settings = export(tmp_path, text_config(max_positions=16384), tp=2)
+    settings = export(tmp_path, text_config(max_positions=16384), tp=2, tokenizer=NO_TEXT)
     outcome: list[Any] = []
 
     def ask(ready: dict[str, Any]) -> None:
@@ -427,7 +435,7 @@ def test_a_killed_rank_ends_everything_with_the_reason(
 
 
 def test_an_altered_checkpoint_is_refused_by_name(tmp_path: Path) -> None:
-    settings = export(tmp_path)
+    settings = export(tmp_path, tokenizer=NO_TEXT)
     weight = settings.checkpoint_dir / "model.wte.bin"
     content = bytearray(weight.read_bytes())
     content[100] ^= 1

@@ -18,7 +18,7 @@ from launcher_scripts.engine.core.session import Session
 from launcher_scripts.engine.engine import Engine
 from tests.engine.small_models import engine_for, random_tensors
 from tests.server.processes import running
-from tests.server.repositories import TOKENIZERS, export, text_config
+from tests.server.repositories import NO_TEXT, TOKENIZERS, export, text_config
 from tests.server.requests import Client, Stream, ids_request, text_rows
 
 pytestmark = pytest.mark.usefixtures("tritonserver")
@@ -37,7 +37,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]
     as_exported = {"max_batch_size": 1, "interactive": True}
     settings = export(folder, CONFIG, name="chat", **as_exported)
     export(folder, CONFIG, name="live", decoupled=True, **as_exported)
-    direct = export(folder, CONFIG, name="direct", tp=2, **as_exported)
+    direct = export(folder, CONFIG, name="direct", pp=2, tokenizer=NO_TEXT, **as_exported)
     config = Path(direct.triton_model_dir) / "config.pbtxt"
     text, changed = re.subn(r"oldest \{.*\}", "direct { }", config.read_text())
     config.write_text(text.replace("microseconds: 60000000", "microseconds: 1000000"))

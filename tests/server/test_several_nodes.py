@@ -12,7 +12,7 @@ import pytest
 from tritonclient.utils import InferenceServerException
 
 from tests.processes import command_line, processes, variables, wait_for
-from tests.server.repositories import export
+from tests.server.repositories import NO_TEXT, export
 from tests.server.requests import Client, generated, ids_request
 from tests.server.wrapped_server import WrappedServer
 
@@ -46,8 +46,8 @@ def two_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[
     """Models of two ranks and of one, in servers on two nodes."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("HOME", str(tmp_path))
-    export(tmp_path, name="wide", tp=2)
-    repository = export(tmp_path, name="narrow", tp=1).model_repository
+    export(tmp_path, name="wide", tp=2, tokenizer=NO_TEXT)
+    repository = export(tmp_path, name="narrow", tp=1, tokenizer=NO_TEXT).model_repository
     servers = [
         WrappedServer(tmp_path / str(node), repository, mpirun_env(node, 2)) for node in range(2)
     ]

@@ -32,9 +32,9 @@ from tests.gateway.processes import gateway
 from tests.http_requests import receive
 from tests.server.processes import CHECKOUT, run_export, running
 from tests.server.repositories import (
-    SHAPES,
     T5_CONFIG,
     T5_END_ID,
+    T5_SHAPES,
     TOKENIZERS,
     VOCAB_SIZE,
     beside,
@@ -103,7 +103,7 @@ def test_queries_end_as_the_models_were_trained(tmp_path: Path, source: str, clo
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("served")
-    for name, (tp, pp) in SHAPES.items():
+    for name, (tp, pp) in T5_SHAPES.items():
         settings = export_t5(folder, name=name, tp=tp, pp=pp)
     with running(folder / "job", settings.model_repository) as step:
         yield step.wait_until_ready()
@@ -111,7 +111,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]
         assert step.survivors() == []
 
 
-@pytest.fixture(params=SHAPES)
+@pytest.fixture(params=T5_SHAPES)
 def model(request: pytest.FixtureRequest) -> str:
     return request.param
 
