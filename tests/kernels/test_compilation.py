@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -55,12 +57,30 @@ BYTES = ("i8", "fp8e4nv")
 NO_LORA = dict.fromkeys(("lora_up", "lora_inner", "adapters"), "fp32")
 # Compute type and that of the weight.
 WEIGHTS = [*((dtype, dtype) for dtype in TYPES), *itertools.product(("bf16", "fp32"), BYTES)]
+FLAGS = (False, True)
 TILE = {"PARTS": 3, "SPREAD": 4, "ROWS": 2, "BLOCK": 256, "ROLLED": False, "USE_PDL": True}
 
 
-@pytest.mark.parametrize(("dtype", "held"), WEIGHTS)
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("rolled", [False, True])
+def crossed(cases: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+    """Return all pairs as parameters, of which as many as show every case once are not slow."""
+    cases, others = (
+        [each if isinstance(each, tuple) else (each,) for each in axis] for axis in (cases, others)
+    )
+    return [
+        pytest.param(
+            *case,
+            *other,
+            marks=[] if (at + at // len(others)) % len(others) == way else [pytest.mark.slow],
+        )
+        for at, case in enumerate(cases)
+        for way, other in enumerate(others)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "held", "gated", "rolled"),
+    crossed(WEIGHTS, list(itertools.product(FLAGS, FLAGS))),
+)
 def test_gemv(dtype, held, gated, rolled):
     pointers = dict.fromkeys(("x", "rounded"), dtype)
     pointers |= dict.fromkeys(("weight", "gate_weight"), held)
@@ -85,8 +105,9 @@ def test_gemv(dtype, held, gated, rolled):
     assert "griddepcontrol.wait" in ptx
 
 
-@pytest.mark.parametrize(("half", "rank"), [(0, 0), (8, 64), (32, 16)])
-@pytest.mark.parametrize(("dtype", "kept"), CACHES)
+@pytest.mark.parametrize(
+    ("dtype", "kept", "half", "rank"), crossed(CACHES, [(0, 0), (8, 64), (32, 16)])
+)
 def test_gemv_heads(dtype, kept, half, rank):
     pointers = dict.fromkeys(("x", "weight", "query", "lora_up"), dtype)
     pointers |= {"lora_inner": "fp32", "adapters": "i64"}
@@ -134,9 +155,10 @@ def test_peer_buffers(dtype, weight):
     assert compile_kernel(peer_buffers.exchange_best, pointers, numbers, constants)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("held", [None, *BYTES])
-@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize(
+    ("dtype", "held", "splits"),
+    crossed(list(itertools.product(("bf16", "fp16"), (None, *BYTES))), (1, 4)),
+)
 def test_dot_rows(dtype, held, splits):
     pointers = dict.fromkeys(("offsets", "gate_offsets"), dtype)
     pointers |= dict.fromkeys(("weight", "gate_weight"), held or dtype)
@@ -204,8 +226,7 @@ def test_begin_rows():
     assert compile_kernel(embedding.begin_rows, pointers, numbers, constants)
 
 
-@pytest.mark.parametrize("held", BYTES)
-@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(("dtype", "held"), crossed(TYPES, BYTES))
 def test_widen(dtype, held):
     pointers = {"weight": held, "scale": "fp32", "out": dtype}
     assert compile_kernel(many_rows.widen, pointers, {"size": "i32"}, {"BLOCK": 1024})
@@ -307,8 +328,7 @@ def test_normalize(kind):
     assert compile_kernel(norm.normalize, pointers, numbers, {"KIND": kind, "BLOCK": 1024})
 
 
-@pytest.mark.parametrize("half", [0, 8, 32])
-@pytest.mark.parametrize(("dtype", "kept"), CACHES)
+@pytest.mark.parametrize(("dtype", "kept", "half"), crossed(CACHES, (0, 8, 32)))
 def test_rotate_and_store(dtype, kept, half):
     pointers = dict.fromkeys(("qkv", "query"), dtype) | dict.fromkeys(("keys", "values"), kept)
     vectors = ("cosines", "sines", "query_gain", "key_gain", "query_bias", "key_bias")
@@ -320,8 +340,9 @@ def test_rotate_and_store(dtype, kept, half):
     assert compile_kernel(qkv.rotate_and_store, pointers, numbers, constants)
 
 
-@pytest.mark.parametrize(("splits", "relative"), [(1, True), (4, False)])
-@pytest.mark.parametrize(("dtype", "kept"), CACHES)
+@pytest.mark.parametrize(
+    ("dtype", "kept", "splits", "relative"), crossed(CACHES, [(1, True), (4, False)])
+)
 def test_attention(dtype, kept, splits, relative):
     pointers = dict.fromkeys(("query", "out"), dtype) | dict.fromkeys(("keys", "values"), kept)
     pointers |= dict.fromkeys(("starts", "lengths", "positions"), "i64")
@@ -351,8 +372,9 @@ def test_attention(dtype, kept, splits, relative):
         assert "prefetch.global.L2" in ptx.rpartition("griddepcontrol.wait")[0]
 
 
-@pytest.mark.parametrize(("relative", "size"), [(False, 48), (True, 256)])
-@pytest.mark.parametrize(("dtype", "kept"), CACHES)
+@pytest.mark.parametrize(
+    ("dtype", "kept", "relative", "size"), crossed(CACHES, [(False, 48), (True, 256)])
+)
 def test_attention_of_prompts(dtype, kept, relative, size):
     pointers = dict.fromkeys(("query", "out"), dtype) | dict.fromkeys(("keys", "values"), kept)
     pointers["tiles"] = "i64"
@@ -397,7 +419,7 @@ def test_attention_of_pairs_of_heads(dtype, size):
     assert compiled.metadata.shared <= 227 * 1024
 
 
-@pytest.mark.parametrize(("dtype", "relative"), list(itertools.product(TYPES, (False, True))))
+@pytest.mark.parametrize(("dtype", "relative"), crossed(TYPES, FLAGS))
 def test_attend_spans(dtype, relative):
     pointers = dict.fromkeys(("qkv", "out"), dtype) | {"blocks": "i64", "bias": "fp32"}
     numbers = {"scale": "fp32", "reach": "i32"}
@@ -413,8 +435,7 @@ def test_multiply_gate(dtype):
     assert compile_kernel(elementwise.multiply_gate, pointers, {"size": "i32"}, constants)
 
 
-@pytest.mark.parametrize("kind", [0, 1, 2])
-@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(("dtype", "kind"), crossed(TYPES, (0, 1, 2)))
 def test_shrink(dtype, kind):
     """The row's adapter and its A are read before the kernel before has ended."""
     pointers = dict.fromkeys(("x", "down"), dtype) | {"adapters": "i64"}
@@ -427,8 +448,13 @@ def test_shrink(dtype, kind):
     assert "st.local" not in ptx
 
 
-@pytest.mark.parametrize("blocks", [(515, 8, 515, 515), (1030, 64, 515, 1030), (768, 20, 512, 640)])
-@pytest.mark.parametrize(("dtype", "held"), [("bf16", "bf16"), ("fp32", "fp32"), ("bf16", "i8")])
+@pytest.mark.parametrize(
+    ("dtype", "held", "blocks"),
+    crossed(
+        [("bf16", "bf16"), ("fp32", "fp32"), ("bf16", "i8")],
+        [((515, 8, 515, 515),), ((1030, 64, 515, 1030),), ((768, 20, 512, 640),)],
+    ),
+)
 def test_gemv_with_lora(dtype, held, blocks):
     """The row's adapter and its B are read before the kernel before has ended."""
     gated = blocks[0] == 1030
