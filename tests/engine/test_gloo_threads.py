@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from multiprocessing import Queue
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from launcher_scripts.engine.distributed.communicator import (
     join_store,
     open_store,
 )
+from tests.engine.conftest import FORKSERVER
 
 
 def count(parallelism: Parallelism, rank: int, port: int, results: Queue[int]) -> None:
@@ -36,10 +36,9 @@ def count(parallelism: Parallelism, rank: int, port: int, results: Queue[int]) -
 )
 def test_a_rank_is_in_no_group_of_its_own(parallelism: Parallelism, groups: int) -> None:
     """All ranks are one group; the tensor-parallel ones another, the stages two more."""
-    context = multiprocessing.get_context("spawn")
-    store, results = open_store(LOOPBACK, 60), context.Queue()
+    store, results = open_store(LOOPBACK, 60), FORKSERVER.Queue()
     ranks = [
-        context.Process(target=count, args=(parallelism, rank, store.port, results))
+        FORKSERVER.Process(target=count, args=(parallelism, rank, store.port, results))
         for rank in range(2)
     ]
     for process in ranks:

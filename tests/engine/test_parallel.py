@@ -196,7 +196,6 @@ def test_an_altered_file_is_refused(tmp_path: Path):
         Engine.load(EngineSettings(folder, parallelism=Parallelism(2), device="cpu"))
 
 
-@pytest.mark.started_ranks
 def test_a_rank_that_cannot_load_fails_the_load(tmp_path: Path, monkeypatch):
     """A file of the second rank vanishes after rank 0 has looked."""
     folder = write_checkpoint(tmp_path / "2-gpu", GPT2, random_tensors(GPT2), 2)
@@ -213,7 +212,6 @@ def test_a_rank_that_cannot_load_fails_the_load(tmp_path: Path, monkeypatch):
         Engine.load(settings)
 
 
-@pytest.mark.started_ranks
 def test_close_answers_what_is_pending(tmp_path: Path):
     engine = load_engine(tmp_path, GPT2, random_tensors(GPT2), 2, 1, max_batch_size=1)
     workers = pids(engine)

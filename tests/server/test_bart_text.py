@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,7 @@ SIZES = {
     "decoder_ffn_dim": 24,
     "max_position_embeddings": 64,
 }
+SERVED = ("bart", "mbart", "mbart50", "m2m_100")  # in this order; a Marian alone
 TEXTS = ("The quick brown fox", "Über die Straße")
 TOKENS = 12
 
@@ -165,12 +167,15 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Sav
     return folder, make(folder)
 
 
-@pytest.fixture(scope="module")
-def served(saved: tuple[Path, dict[str, Saved]]) -> Iterator[dict[str, Any]]:
-    folder, models = saved
-    for name in models:
+@contextmanager
+def serving(folder: Path, checkpoints: Path, names: Iterable[str]) -> Iterator[dict[str, Any]]:
+    for name in names:
         settings = export_settings(
-            folder, name=name, model_type="bart", checkpoint_path=str(folder / name), processes=1
+            folder,
+            name=name,
+            model_type="bart",
+            checkpoint_path=str(checkpoints / name),
+            processes=1,
         )
         export(settings)
         ModelRepository(settings.model_repository).write(settings)
@@ -179,19 +184,42 @@ def served(saved: tuple[Path, dict[str, Saved]]) -> Iterator[dict[str, Any]]:
         assert step.stop() == 0, step.err
 
 
+@pytest.fixture(scope="module")
+def served(saved: tuple[Path, dict[str, Saved]]) -> Iterator[dict[str, Any]]:
+    with serving(saved[0], saved[0], SERVED) as ready:
+        yield ready
+
+
 def texts(client: Client, model: str, *prompts: str, **more: np.ndarray) -> list[str]:
-    ensemble = "ensemble" if model == "bart" else f"{model}_ensemble"
+    ensemble = f"{model}_ensemble" if model in SERVED[1:] else "ensemble"
     lengths = np.full((len(prompts), 1), TOKENS, np.uint32)
     answer = client.infer(ensemble, INPUT_0=text_rows(*prompts), INPUT_1=lengths, **more)
     return [row[0].decode() for row in answer["OUTPUT_0"][:, 0]]
 
 
-@pytest.mark.parametrize("name", ["bart", "mbart", "mbart50", "m2m_100", "marian"])
+@pytest.mark.parametrize("name", SERVED)
 def test_texts(client: Client, saved: tuple[Path, dict[str, Saved]], name: str) -> None:
-    model = saved[1][name]
+    check_texts(client, name, saved[1][name])
+
+
+@pytest.mark.slow
+def test_texts_of_a_marian(saved: tuple[Path, dict[str, Saved]], tmp_path: Path) -> None:
+    folder, models = saved
+    with serving(tmp_path, folder, ["marian"]) as ready, Client(ready, "grpc") as client:
+        check_texts(client, "marian", models["marian"])
+        check_ids(client, "preprocessing", models["marian"])
+
+
+def check_texts(client: Client, name: str, model: Saved) -> None:
     found = texts(client, name, *TEXTS)
     assert found == [model.answer(text) for text in TEXTS]
     assert len(set(found)) == 2
+
+
+def check_ids(client: Client, role: str, model: Saved) -> None:
+    lengths = np.array([[1]], np.uint32)
+    answer = client.infer(role, QUERY=text_rows(TEXTS[1]), REQUEST_OUTPUT_LEN=lengths)
+    assert answer["INPUT_ID"][0].tolist() == model.tokenizer(TEXTS[1]).input_ids
 
 
 def test_todays_names(client: Client, saved: tuple[Path, dict[str, Saved]]) -> None:
@@ -292,12 +320,9 @@ def test_wrong_languages(client: Client, name: str, more: dict[str, Any], reason
 
 
 def test_preprocessing_alone(client: Client, saved: tuple[Path, dict[str, Saved]]) -> None:
-    for name, model in saved[1].items():
+    for name in SERVED:
         role = "preprocessing" if name == "bart" else f"{name}_preprocessing"
-        answer = client.infer(
-            role, QUERY=text_rows(TEXTS[1]), REQUEST_OUTPUT_LEN=np.array([[1]], np.uint32)
-        )
-        assert answer["INPUT_ID"][0].tolist() == model.tokenizer(TEXTS[1]).input_ids
+        check_ids(client, role, saved[1][name])
 
 
 def test_an_evaluation_asks_as_the_text_models_do(
@@ -356,6 +381,6 @@ def evaluated(
 @pytest.mark.usefixtures("served")
 def test_the_forced_token_stands_in_config_ini(saved: tuple[Path, dict[str, Saved]]) -> None:
     folder, models = saved
-    for name, model in models.items():
+    for name in SERVED:
         config = read_config(folder / "model_repo" / name / "1" / "1-gpu").config
-        assert config.forced_bos_id == model.model.generation_config.forced_bos_token_id
+        assert config.forced_bos_id == models[name].model.generation_config.forced_bos_token_id
