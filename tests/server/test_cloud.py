@@ -20,6 +20,7 @@ from tests.server.repositories import export, text_config
 from tests.server.requests import Client, generated, ids_request, text_rows
 
 pytestmark = pytest.mark.usefixtures("tritonserver")
+CONFIG = text_config(num_layers=1)  # so that there are fewer files
 KEY_ID, SECRET = "AKIDTEST", "a-secret-of-the-test"
 
 
@@ -84,8 +85,7 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    config = text_config()
-    engine = engine_for(config, random_tensors(config))
+    engine = engine_for(CONFIG, random_tensors(CONFIG))
     yield engine
     engine.close()
 
@@ -102,7 +102,7 @@ def test_a_repository_in_a_bucket(
     tp: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    settings = export(tmp_path / "exported", tp=tp)
+    settings = export(tmp_path / "exported", CONFIG, tp=tp)
     address = bucket.upload(settings.model_repository)
     shutil.rmtree(tmp_path / "exported")
     more = {}
