@@ -22,14 +22,15 @@ from launcher_scripts.kernels.cuda.elementwise import ACTIVATION_CODES, activate
 from launcher_scripts.kernels.cuda.gemv import scales_of
 from launcher_scripts.kernels.operands import ExpertMLPs, Linear, Router
 
-MAX_TOKENS = 2048  # whose results lie side by side before they are summed
+MAX_TOKENS = 8192  # whose results lie side by side before they are summed
 MAX_AT_ONCE = 2048  # choices
 MAX_BATCH = 128
+FEW_CHOICES = 32  # of an expert, whose weight takes longer to read than to multiply
 CACHED = 40 << 20  # bytes of an expert's weight that the L2 cache keeps for its next block
 TILES = {  # by the choices of a block
     16: DotTile(64, 128, 4, 4, 1),
     32: DotTile(64, 128, 4, 4, 1),
-    64: DotTile(128, 128, 8, 2, 1),
+    64: DotTile(128, 64, 4, 3, 1),
     128: DotTile(128, 64, 4, 3, 1),
 }
 
@@ -273,7 +274,9 @@ def pick_experts(logits: Tensor, router: Router) -> tuple[Tensor, Tensor]:
 
 
 def mixture(x: Tensor, chosen: Tensor, weights: Tensor, experts: ExpertMLPs) -> Tensor:
-    """See reference.mixture. There is a part for each of a token's experts where tokens are few."""
+    """See reference.mixture. There is a part for each of a token's experts where tokens are few;
+    of many these have the compute type.
+    """
     count, per_token = chosen.shape
     if count > MAX_TOKENS:
         starts = range(0, count, MAX_TOKENS)
@@ -284,9 +287,11 @@ def mixture(x: Tensor, chosen: Tensor, weights: Tensor, experts: ExpertMLPs) -> 
     inner = x.new_empty(chosen.numel(), experts.up.weight.shape[1])
     up, gate, activation = experts.up, experts.gate, experts.activation
     _launch(x, up, inner, chosen, blocks, gate=gate, activation=activation)
-    parts = torch.empty(per_token, count, experts.down.weight.shape[1], device=x.device)
+    few = count <= MAX_ROWS
+    shape = per_token, count, experts.down.weight.shape[1]
+    parts = torch.empty(shape, dtype=torch.float32 if few else x.dtype, device=x.device)
     _launch(inner, experts.down, parts, chosen, blocks, factors=weights)
-    return parts if count <= MAX_ROWS else parts.sum(0, keepdim=True)
+    return parts if few else parts.sum(0, keepdim=True, dtype=torch.float32)
 
 
 def _launch(
@@ -369,9 +374,11 @@ def blocks_of(chosen: Tensor, experts: int) -> Blocks:
 
 
 def block_size(count: int, per_token: int, experts: int) -> int:
-    """Return the number of choices of a block: twice as many as an expert has on average, so that
-    few experts need a second block, but no more than one expert can have.
+    """Return the number of choices of a block: more than an expert has on average, so that few
+    experts need a second block, but no more than one expert can have. Of many choices empty places
+    cost more than a second block.
     """
     average = triton.cdiv(count * per_token, experts)
-    size = triton.next_power_of_2(min(2 * average, count))
+    expected = 2 * average if average <= FEW_CHOICES else average * 3 // 2
+    size = triton.next_power_of_2(min(expected, count))
     return int(max(MIN_BATCH, min(size, MAX_BATCH)))
