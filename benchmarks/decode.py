@@ -2,6 +2,8 @@
 
     python3 -m benchmarks.decode --out decode.json [--shapes 126m 5b t5-base ...]
     python3 -m benchmarks.decode --shapes 8b-modern --cases 128x2048 --kv-cache-dtype fp8
+    python3 -m benchmarks.decode --shapes 8b-modern 8b-modern-int4 gpt-oss-20b gpt-oss-20b-mxfp4 \
+        --cases 1x80 32x80
     python3 -m benchmarks.decode --shapes nemotron-h-8b qwen3-next-12 --cases 1x1024 32x1024 \
         --prompt 8192 --before
 
@@ -37,7 +39,12 @@ from benchmarks.generate import (
 )
 from benchmarks.shapes import CONFIGS, HYBRIDS, LARGE
 from benchmarks.steps import STEPS, beam_step_ms, step_ms
-from launcher_scripts.common.quantization import KV_CACHE_DTYPES, QUANTIZATIONS, Quantization
+from launcher_scripts.common.quantization import (
+    FOUR_BITS,
+    KV_CACHE_DTYPES,
+    QUANTIZATIONS,
+    Quantization,
+)
 from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
 from launcher_scripts.engine.distributed.communicator import Communicator
 from launcher_scripts.engine.messages.plan import PrefillPart, RowStart
@@ -47,6 +54,7 @@ from launcher_scripts.engine.runner.loading import assemble_runner, prepare_proc
 from launcher_scripts.engine.runner.prompt_batch import Nowhere, PackedPrompts, unpacked
 from launcher_scripts.engine.runner.runner import Runner
 from launcher_scripts.kernels import reference
+from launcher_scripts.kernels.operands import Linear
 from launcher_scripts.models.gpt import GPTConfig
 from launcher_scripts.models.t5 import T5Config
 
@@ -72,11 +80,16 @@ T5_REQUESTS = (
 )
 PREFILL_TOKENS = 2048
 PREFILL_SHAPES = ("5b", "30b-a3b")
-# Also with the weights of their layers in bytes.
+# Also with the weights of their layers in bytes, and in four bits.
 QUANTIZED = ("5b", "20b", "8b-modern", "30b-a3b", "t5-3b")
+IN_FOUR_BITS = {"int4": ("8b-modern", "30b-a3b"), "mxfp4": ("gpt-oss-20b",)}
 MODELS: dict[str, GPTConfig | T5Config] = {
     name: config for name, config in CONFIGS.items() if name not in LARGE
-} | {f"{name}-{kind}": CONFIGS[name] for kind in QUANTIZATIONS for name in QUANTIZED}
+} | {
+    f"{name}-{kind}": CONFIGS[name]
+    for kind in QUANTIZATIONS
+    for name in IN_FOUR_BITS.get(kind, QUANTIZED)
+}
 # What has kernels for states of rows and latent vectors, and a definition in torch.
 OF_STATES = ("short_conv", "mamba2", "delta")
 
@@ -193,7 +206,7 @@ def read_bytes(weights: ModelWeights, rows: int) -> int:
             count = experts.router.linear.weight.shape[0]
             unread = (1 - experts.router.per_token / count) ** rows
             linears = (experts.in_proj, experts.gate, experts.out_proj)
-            whole -= int(unread * sum(_bytes(each.weight) for each in linears if each))
+            whole -= int(unread * sum(_linear_bytes(each) for each in linears if each))
     return whole
 
 
@@ -274,6 +287,12 @@ def _row(name: str, report: dict, needed: int, ms: float, **more: int) -> dict:
 
 def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
+
+
+def _linear_bytes(linear: Linear) -> int:
+    """Of a weight, and of its scales where they are many."""
+    scales = linear.scale if linear.quantization in FOUR_BITS else None
+    return _bytes(linear.weight) + (0 if scales is None else _bytes(scales))
 
 
 def runner_over(weights: object, rows: int, tokens: int, kv_cache_dtype: str = "auto") -> Runner:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from benchmarks.shapes import USE_CASES, Case
-from launcher_scripts.common.quantization import QUANTIZATIONS
+from launcher_scripts.common.quantization import FOUR_BITS, QUANTIZATIONS
 
 PEERS = {
     "torch_graph": "torch in a CUDA graph",
@@ -137,6 +137,9 @@ def _title(case: tuple[int, int, int]) -> str:
     return f"batch {rows}, context {context}" + (f", source {source}" if source else "")
 
 
+_IN_BYTES = [kind for kind in QUANTIZATIONS if kind not in FOUR_BITS]
+
+
 def quantized_table(report: dict) -> list[str]:
     """Steps with weights in bytes beside those of the same model with whole ones."""
     sizes = report["weight_bytes"]
@@ -144,14 +147,14 @@ def quantized_table(report: dict) -> list[str]:
     for run in report["runs"]:
         found = {(row["model"], _case(row)): row for row in run["rows"]}
         for (model, case), whole in found.items():
-            small = [found.get((f"{model}-{kind}", case)) for kind in QUANTIZATIONS]
+            small = [found.get((f"{model}-{kind}", case)) for kind in _IN_BYTES]
             if any(small):
                 memory = f"{sizes[model] / 1e9:.1f}, {sizes[f'{model}-int8'] / 1e9:.1f}"
                 name = f"{model_name(model)}, {_title(case)}"
                 cells = (_quantized_cell(row, whole) for row in small)
                 own = f"{whole['ms']:.3f} ({whole['share_of_floor']:.0%})"
                 lines.append([name, memory, own, *cells])
-    kinds = (f"{kind}, ms" for kind in ("bf16", *QUANTIZATIONS))
+    kinds = (f"{kind}, ms" for kind in ("bf16", *_IN_BYTES))
     return table(["model", "weights, GB, bf16 and in bytes", *kinds], lines)
 
 

@@ -32,6 +32,7 @@ from launcher_scripts.common.errors import (
     problem,
 )
 from launcher_scripts.common.hosts import visible_gpus
+from launcher_scripts.common.quantization import BYTES_PER_WEIGHT, QUANTIZATIONS
 from launcher_scripts.config.evaluation import RENAMED_TASKS
 from launcher_scripts.config.options import absolute
 from launcher_scripts.config.settings import AUTO
@@ -406,7 +407,10 @@ def _model_and_bytes(config: DictConfig) -> tuple[Any, float | None]:
     except (CheckpointError, OSError):
         return None, None  # the export's checks say what is wrong with it
     deployment = config.export.triton_deployment
-    width = 1 if deployment.quantization or deployment.int8_mode else None
+    quantization = QUANTIZATIONS.get(deployment.quantization)
+    width = BYTES_PER_WEIGHT[quantization] if quantization else None
+    if deployment.int8_mode:
+        width = 1
     if isinstance(model, ModelConfig):
         return model, value_count(model) * (width or _BYTES_PER_VALUE.get(deployment.data_type, 2))
     try:

@@ -390,7 +390,11 @@ def model_config(settings: ExportSettings, checkpoint: FTCheckpoint) -> str:
             "model_checkpoint_path": _from(model_dir, checkpoint.folder),
             **({"draft_model_checkpoint_path": _from(model_dir, Path(draft))} if draft else {}),
             "int8_mode": int(settings.quantization == "int8"),
-            **({"quantization": "fp8"} if settings.quantization == "fp8" else {}),
+            **(
+                {"quantization": settings.quantization}
+                if settings.quantization not in (None, "int8")
+                else {}
+            ),
             "kv_cache_dtype": settings.kv_cache_dtype,
             "enable_custom_all_reduce": int(settings.enable_custom_all_reduce),
             "inter_token_target": settings.inter_token_target,

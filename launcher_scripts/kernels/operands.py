@@ -107,11 +107,13 @@ class RowLoRA:
 class Linear:
     """y = x W^T + b, of a normalized x where there is a norm.
 
-    weight:  [out, in] in the compute type, or in bytes: int8 or e4m3 (see quantization.py)
+    weight:  [out, in] in the compute type, or in bytes: int8 or e4m3 (see quantization.py);
+             uint8 [out, in / 2] of four bits (see four_bits.py)
     bias:    [out] in the compute type
     norm:    applied to x first
-    scale:   float32 [out]: what each row of a weight in bytes is multiplied by
-    compute: the compute type of a weight in bytes
+    scale:   float32 [out]: what each row of a weight in bytes is multiplied by; of four bits
+             [out, groups]
+    compute: the compute type of a weight in bytes or of four bits
     folded:  the norm as a product with one row wants it; made by kernels.prepare
     lora:    what the rows' adapters add, none of it multiplied by scale. That of a gated MLP's up
              has another block behind its own: what they add to the gate
@@ -135,7 +137,14 @@ class Linear:
         """Quantization of the weight, if any."""
         if self.scale is None:
             return None
+        if self.weight.dtype == torch.uint8:
+            return "mxfp4" if self.scale.dtype == torch.uint8 else "int4"
         return "int8" if self.weight.dtype == torch.int8 else "fp8"
+
+    @property
+    def in_size(self) -> int:
+        """Number of inputs."""
+        return self.weight.shape[-1] * (2 if self.weight.dtype == torch.uint8 else 1)
 
     def without_norm(self) -> Linear:
         """The projection of an x that is normalized already."""

@@ -1,4 +1,4 @@
-"""Numbers of eight bits: weights, made of whole ones when a model is loaded; keys and values."""
+"""Numbers of eight and four bits: weights, made of full ones at load; keys and values."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from launcher_scripts.common.quantization import Quantization
+from launcher_scripts.common.quantization import FOUR_BITS, Quantization
+from launcher_scripts.kernels import four_bits
 from launcher_scripts.kernels.operands import Linear
 
 
@@ -27,12 +28,29 @@ BYTE_TYPES: dict[Quantization, ByteType] = {
 
 
 def quantized(linear: Linear, compute: torch.dtype, quantization: Quantization) -> Linear:
-    """The projection with a weight of bytes, one scale per output, symmetric around zero.
+    """The projection with a weight of bytes, one scale per output, symmetric around zero; or with
+    one of four bits (see four_bits.py).
 
     compute: the type of the inputs it is multiplied with
     """
-    weight, scale = quantized_rows(linear.weight, quantization)
+    if quantization in FOUR_BITS and linear.weight.is_meta:
+        weight, scale = four_bits.empty(linear.weight, compute, is_float=quantization == "mxfp4")
+    elif quantization == "mxfp4":
+        weight, scale = four_bits.to_mxfp4(linear.weight)
+    elif quantization == "int4":
+        weight, scale = four_bits.to_int4(linear.weight, compute)
+    else:
+        weight, scale = quantized_rows(linear.weight, quantization)
     return replace(linear, weight=weight, scale=scale, compute=compute)
+
+
+def with_alike_scales(one: Linear, other: Linear) -> tuple[Linear, Linear]:
+    """Two linears that a kernel may read at once: both with zero points where one has them."""
+    if one.scale is None or other.scale is None or one.scale.dtype == other.scale.dtype:
+        return one, other
+    return tuple(  # type: ignore[return-value]
+        replace(linear, scale=four_bits.with_zero_points(linear.scale)) for linear in (one, other)
+    )
 
 
 def quantized_rows(values: Tensor, quantization: Quantization) -> tuple[Tensor, Tensor]:
@@ -56,6 +74,15 @@ def saturated(values: Tensor, dtype: torch.dtype) -> Tensor:
     return (values.clamp(-max_byte, max_byte) if dtype == FP8 else values).to(dtype)
 
 
-def dequantized(weight: Tensor, scale: Tensor | None) -> Tensor:
-    """Rows of a weight in float32, of bytes where they have scales [rows]."""
-    return weight.float() if scale is None else weight.float() * scale[:, None]
+def dequantized(
+    weight: Tensor, scale: Tensor | None, compute: torch.dtype = torch.float32
+) -> Tensor:
+    """Rows of a weight in float32, of bytes or of four bits where they have scales.
+
+    compute: of four bits, the type that their products with scales are rounded to
+    """
+    if scale is None:
+        return weight.float()
+    if weight.dtype == torch.uint8:
+        return four_bits.dequantized(weight, scale, compute)
+    return weight.float() * scale[:, None]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from launcher_scripts.common.quantization import CLAMP, SLOPE
+from launcher_scripts.common.quantization import CLAMP, FOUR_BITS, SLOPE
 from launcher_scripts.kernels import reference_attention, reference_recurrence, reference_sampling
 from launcher_scripts.kernels.operands import (
     AttentionScores,
@@ -33,7 +33,7 @@ from launcher_scripts.kernels.operands import (
     StepRows,
     XIELUCurve,
 )
-from launcher_scripts.kernels.quantization import saturated
+from launcher_scripts.kernels.quantization import dequantized, saturated
 
 attend_spans = reference_attention.attend_spans
 attend_latents = reference_attention.attend_latents
@@ -95,7 +95,8 @@ def product(x: Tensor, linear: Linear, dtype: torch.dtype | None = None) -> Tens
     """x W^T + b of x [N, in], and what adapters add, the norm aside: [N, out] of the compute type,
     or of another one.
 
-    A weight in bytes is multiplied as it is, in float32, and each output by its scale after that.
+    A weight in bytes is multiplied as it is, in float32, and each output by its scale after that;
+    one of four bits is dequantized.
     """
     return products(x, (linear,), dtype)[0]
 
@@ -112,8 +113,10 @@ def _product(x: Tensor, linear: Linear, dtype: torch.dtype | None) -> Tensor:
     weight, bias = linear.weight, linear.bias
     if linear.scale is None and dtype is None:
         return functional.linear(x, weight, bias)
+    if linear.quantization in FOUR_BITS:
+        weight = dequantized(weight, linear.scale, linear.dtype)
     result = functional.linear(x.float(), weight.float())
-    if linear.scale is not None:
+    if linear.scale is not None and linear.quantization not in FOUR_BITS:
         result *= linear.scale
     if bias is not None:
         result += bias

@@ -14,7 +14,12 @@ if __name__ == "__main__":
 
 from launcher_scripts.checkpoint.fastertransformer.manifest import FileEntry, read_manifest
 from launcher_scripts.common.errors import CheckpointError, ServerError
-from launcher_scripts.common.quantization import QUANTIZATIONS
+from launcher_scripts.common.quantization import (
+    BYTES_PER_WEIGHT,
+    FOUR_BITS,
+    QUANTIZATIONS,
+    Quantization,
+)
 from launcher_scripts.config.evaluation import LadderPrecision, LadderSettings
 from launcher_scripts.evaluation.report import Report
 from launcher_scripts.evaluation.tables import choose_rung, exit_code, ladder_table, read_row
@@ -58,18 +63,18 @@ def precision_bytes(precision: LadderPrecision) -> int | None:
         return None
     if manifest is None:
         return None
-    in_bytes = precision.name in QUANTIZATIONS
-    return sum(
-        _bytes(entry, in_bytes=in_bytes) for entry in manifest.files if entry.shape is not None
-    )
+    quantization = QUANTIZATIONS.get(precision.name)
+    return sum(_bytes(entry, quantization) for entry in manifest.files if entry.shape is not None)
 
 
-def _bytes(entry: FileEntry, *, in_bytes: bool) -> int:
+def _bytes(entry: FileEntry, quantization: Quantization | None) -> int:
     shape = entry.shape or ()
     matrix = len(shape) > 1 and any(part in entry.name for part in _LAYERS)
-    if in_bytes and matrix:
-        return math.prod(shape) + _SCALE_BYTES * math.prod(shape[1:])
-    return entry.bytes
+    if quantization is None or not matrix:
+        return entry.bytes
+    if quantization in FOUR_BITS:
+        return int(math.prod(shape) * BYTES_PER_WEIGHT[quantization])
+    return math.prod(shape) + _SCALE_BYTES * math.prod(shape[1:])
 
 
 if __name__ == "__main__":

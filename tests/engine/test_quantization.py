@@ -157,8 +157,14 @@ def test_ranks_quantize_their_own_parts() -> None:
     assert not torch.equal(of_parts[0], of_parts[1])
 
 
-def mlp_of(config: GPTConfig, tensors: dict[str, Any], tp_size: int, rank: int) -> MLPWeights:
-    """Of a rank's first layer, in fp8."""
+def mlp_of(
+    config: GPTConfig,
+    tensors: dict[str, Any],
+    tp_size: int,
+    rank: int,
+    quantization: Quantization = "fp8",
+) -> MLPWeights:
+    """Of a rank's first layer."""
     loader = GPTWeightLoader(
         config,
         Parallelism(tp_size),
@@ -168,7 +174,7 @@ def mlp_of(config: GPTConfig, tensors: dict[str, Any], tp_size: int, rank: int) 
         lambda spec, layer: rank_part(
             spec, config, tensors[spec.tensor_name(layer)], tp_size, rank
         ),
-        quantization="fp8",
+        quantization=quantization,
     )
     return loader.load().decoder.layers[0].mlp
 

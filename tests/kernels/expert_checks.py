@@ -10,11 +10,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from launcher_scripts.common.quantization import QUANTIZATIONS
 from launcher_scripts.kernels import reference
 from launcher_scripts.kernels.cuda import experts, fused
 from launcher_scripts.kernels.operands import ExpertMLPs, Linear, Router
-from launcher_scripts.kernels.quantization import quantized
+from launcher_scripts.kernels.quantization import BYTE_TYPES, quantized
 from tests.kernels.kernel_checks import (
     DOT_TYPES,
     INTERPRETED,
@@ -95,7 +94,7 @@ def test_mixture(rows, count, per_token, dtype):
     assert_close(got, want, dtype)
 
 
-@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+@pytest.mark.parametrize("quantization", BYTE_TYPES)
 @pytest.mark.parametrize("rows", [3, MANY])
 def test_mixture_of_bytes(rows, quantization):
     dtype = DOT_TYPES[1]

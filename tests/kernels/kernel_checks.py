@@ -304,7 +304,7 @@ def test_decode_attention_with_a_relative_bias(dtype, kept, longest):
 
 def hidden_pair(rows: int, linear: Linear) -> tuple[Hidden, Hidden]:
     """The same hidden states in the fused and in the reference form, before the linear."""
-    exact = 0.5 + random(rows, linear.weight.shape[1])
+    exact = 0.5 + random(rows, linear.in_size)
     dtype = linear.dtype
     return fused.hidden(exact, linear.norm, dtype), reference.hidden(exact, linear.norm, dtype)
 

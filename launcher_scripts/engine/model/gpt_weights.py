@@ -44,6 +44,7 @@ from launcher_scripts.kernels.operands import (
     Router,
     XIELUCurve,
 )
+from launcher_scripts.kernels.quantization import with_alike_scales
 from launcher_scripts.models.adapters import ATTENTION_ADAPTER, FFN_ADAPTER, LORA_TARGETS
 from launcher_scripts.models.family import XIELU, Partition
 from launcher_scripts.models.gpt import GPTConfig
@@ -370,6 +371,8 @@ class GPTWeightLoader(SideStreamLoader):
         if self.config.gated:
             gate = self._linear(f"{name}.dense_h_to_4h_2", layer, norm)
         up = self._linear(f"{name}.dense_h_to_4h", layer, norm)
+        if gate is not None:
+            up, gate = with_alike_scales(up, gate)
         down = self._linear(f"{name}.dense_4h_to_h", layer)
         curve = None
         if self.config.activation == XIELU:
@@ -400,10 +403,13 @@ class GPTWeightLoader(SideStreamLoader):
                 scale = self._unquantized("layers.*.mlp.shared_expert_gate", layer)
             factor = config.shared_expert_scale or 1.0
             shared = SharedExpert(self._mlp("layers.*.mlp.shared_expert", layer), scale, factor)
+        up, gate = stacked("dense_h_to_4h", norm), None
+        if config.gated:
+            up, gate = with_alike_scales(up, stacked("dense_h_to_4h_2"))
         result = Experts(
             router=self._router(layer),
-            in_proj=stacked("dense_h_to_4h", norm),
-            gate=stacked("dense_h_to_4h_2") if config.gated else None,
+            in_proj=up,
+            gate=gate,
             out_proj=down,
             shared=shared,
             output_norm=self._output_norm("layers.*.mlp", layer),

@@ -136,7 +136,7 @@ class LinearBranch(Sublayer):
 
     def branch(self, x: Input, _context: ForwardContext[Input], /) -> Tensor:
         """What out_proj reads, this rank's features."""
-        size = self.out_proj.weight.shape[1]
+        size = self.out_proj.in_size
         first = self.communicator.tp_rank * size
         return self._normalized(x)[:, first : first + size].contiguous()
 

@@ -268,7 +268,7 @@ class KimiDelta(GatedDelta):
 
     def branch(self, x: Input, context: ForwardContext[Input]) -> Tensor:
         w, projected = self.weights, self.project(x, context.lora_adapters)
-        decay, gate = w.decay_up.weight.shape[1], w.gate_up.weight.shape[1]
+        decay, gate = w.decay_up.in_size, w.gate_up.in_size
         widths = [projected.shape[1] - decay - gate, decay, gate]
         mixed, of_decay, of_gate = (part.contiguous() for part in projected.split(widths, dim=1))
         decays = self.kernels.project(

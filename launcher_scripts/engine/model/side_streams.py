@@ -155,7 +155,7 @@ class Laurel(Sublayer):
 
     def add(self, inner: Tensor, residual: Tensor, _adapters: Tensor | None, /) -> Tensor:
         """See Sublayer."""
-        inner, normed = inner.split((self.out_proj.weight.shape[1], residual.shape[1]), 1)
+        inner, normed = inner.split((self.out_proj.in_size, residual.shape[1]), 1)
         part = self.kernels.project(inner.contiguous(), self.out_proj)
         total: Tensor = self._add(self.communicator.tp_sum(part), residual) + normed
         return total if self.scale is None else total * self.scale

@@ -17,11 +17,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from launcher_scripts.checkpoint.formats.source_tensor import BFLOAT16
+from launcher_scripts.common.errors import ConfigError, problem
 from launcher_scripts.common.parallelism import Parallelism
-from launcher_scripts.common.quantization import Quantization
+from launcher_scripts.common.quantization import FOUR_BITS, Quantization
 from launcher_scripts.engine.model.weights import Adapter, LoRAKey, ModelWeights
+from launcher_scripts.kernels.four_bits import PERIOD
 from launcher_scripts.kernels.operands import Linear, LoRA, Norm
-from launcher_scripts.kernels.quantization import quantized
+from launcher_scripts.kernels.quantization import dequantized, quantized, with_alike_scales
 from launcher_scripts.models import family_of
 from launcher_scripts.models.adapters import ADAPTER_NORM_EPS, Adapters, adapters_of
 from launcher_scripts.models.family import ModelConfig, WeightSpec
@@ -169,22 +171,48 @@ class WeightLoader(ABC):
         return self.parallelism.layers(num_layers, self.pp_rank)
 
     def _linear(self, name: str, layer: int, norm: Norm | None = None) -> Linear:
-        return self._stored(self._full(name, layer, norm))
+        return self._stored(self._full(name, layer, norm), self._quantization_of([name]))
 
     def _unquantized(self, name: str, layer: int) -> Linear:
         """A small projection that decides much."""
         linear = self._full(name, layer)
         return replace(linear, weight=linear.weight.to(self.dtype))
 
-    def _stored(self, linear: Linear) -> Linear:
+    def _stored(self, linear: Linear, quantization: Quantization | None) -> Linear:
         """As the device keeps it."""
-        if self.quantization is None:
+        if quantization is None:
             return linear
-        return quantized(linear, self.dtype, self.quantization)
+        return quantized(linear, self.dtype, quantization)
+
+    def _quantization_of(self, names: Sequence[str]) -> Quantization | None:
+        """Of projections that are one. In four bits matrices keep the compute type whose inputs are
+        no full groups; in mxfp4 those of a mixture of experts beside the experts do, as in gpt-oss.
+
+        Raises ConfigError where only the ranks' parts of the inputs are no full groups.
+        """
+        if self.quantization not in FOUR_BITS:
+            return self.quantization
+        is_mixture = bool(getattr(self.config, "num_experts", None))
+        if self.quantization == "mxfp4" and is_mixture and ".experts." not in names[0]:
+            return None
+        spec, tp_size = self._specs[names[0]], self.parallelism.tp_size
+        full, local = (spec.shape_on(self.config, size)[0] for size in (1, tp_size))
+        if full % PERIOD:
+            return None
+        if local % PERIOD:
+            raise ConfigError(
+                problem(
+                    f"{self.quantization}: a rank's part of {names[0]} must have full groups",
+                    got=f"{local} of {full} inputs with tensor_para_size {tp_size}",
+                    choices=[f"multiples of {PERIOD} inputs"],
+                    change="tensor_para_size, or quantization in config.pbtxt",
+                )
+            )
+        return self.quantization
 
     def _full(self, name: str, layer: int, norm: Norm | None = None) -> Linear:
         """A projection that is not quantized yet; float32 where it will be."""
-        dtype = torch.float32 if self.quantization else self.dtype
+        dtype = torch.float32 if self._quantization_of([name]) else self.dtype
         weight = self._tensor(f"{name}.weight", dtype, layer)
         bias = None
         if f"{name}.bias" in self._specs:
@@ -200,7 +228,7 @@ class WeightLoader(ABC):
             bias = torch.cat(
                 [zeros[: len(part.weight)] if part.bias is None else part.bias for part in parts]
             )
-        return self._stored(Linear(weight, bias, norm))
+        return self._stored(Linear(weight, bias, norm), self._quantization_of(names))
 
     def _stacked(self, names: Sequence[str], layer: int, norm: Norm | None = None) -> Linear:
         """Projections of experts as one, along a first axis; read one after the other."""
@@ -213,6 +241,8 @@ class WeightLoader(ABC):
             if one is not None:
                 stack = replace(stack, **{kind: one.new_empty(len(names), *one.shape)})
         for expert, part in enumerate(itertools.chain([first], parts)):
+            if part.scale is not None and stack.scale is not None:
+                part, stack = with_alike_scales(part, stack)
             for kind in ("weight", "bias", "scale"):
                 if getattr(stack, kind) is not None:
                     getattr(stack, kind)[expert] = getattr(part, kind)
@@ -256,6 +286,11 @@ def scaled_rows(linear: Linear, scales: str | float | None, widths: Sequence[int
         return linear
     factors = _factors(scales, widths, linear.weight.device)
     bias = None if linear.bias is None else (linear.bias.float() * factors).to(linear.bias.dtype)
+    if linear.quantization in FOUR_BITS:
+        weight = dequantized(linear.weight, linear.scale, linear.dtype) * factors.view(-1, 1)
+        return quantized(
+            replace(linear, weight=weight, bias=bias), linear.dtype, linear.quantization
+        )
     if linear.scale is not None:
         return replace(linear, scale=linear.scale * factors, bias=bias)
     weight = (linear.weight.float() * factors.view(-1, 1)).to(linear.weight.dtype)

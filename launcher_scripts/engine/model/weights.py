@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from launcher_scripts.common.quantization import FOUR_BITS
 from launcher_scripts.engine.messages.plan import NO_TASK
 from launcher_scripts.kernels.operands import (
     HeadNorms,
@@ -285,7 +286,9 @@ class ModelWeights:
             if stack.embedding is not None:
                 yield from (stack.embedding.tokens, stack.embedding.positions)
             for sublayer in sublayers_of(stack.layers.values()):
-                yield from (linear.weight for linear in sublayer.linears())
+                for linear in sublayer.linears():
+                    yield linear.weight
+                    yield linear.scale if linear.quantization in FOUR_BITS else None
 
 
 def sublayers_of(layers: Iterable[LayerWeights]) -> Iterator[SublayerWeights]:

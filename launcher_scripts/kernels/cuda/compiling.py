@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from launcher_scripts.common.quantization import Quantization
+from launcher_scripts.common.quantization import FOUR_BITS, Quantization
 
 
 def tell_of_compilation(begins: Callable[[], None], finished: Callable[[], None]) -> bool:
@@ -270,6 +270,8 @@ def dot_tile(
     tile = known_tile("dot_products", kind, out_size, in_size, quantization)
     if tile:
         return DotTile(*tile)
+    if quantization in FOUR_BITS:
+        return DotTile(64, 256, 2, 4, SPLITS.get(kind, 1))
     return DotTile(64, 256 if quantization else 128, 4, 4, SPLITS.get(kind, 1))
 
 
@@ -289,6 +291,8 @@ def known_tile(
     parts = [part(products, quantization)]
     if quantization == "fp8":
         parts.append(part(products, "int8"))
+    if quantization == "mxfp4":
+        parts.append(part(products, "int4"))
     keys = (f"{kind} {out_size}x{in_size}", f"{kind} {in_size}")
     candidates = (table().get(name, {}).get(key) for name in parts for key in keys)
     return next(filter(None, candidates), None)
@@ -314,6 +318,9 @@ def forget() -> None:
 
 def _row_rule(kind: str, in_size: int, quantization: Quantization | None) -> RowTile:
     rows = (8 if quantization else 4) // (2 if kind in PAIRED else 1)
+    if quantization in FOUR_BITS:
+        block = min(4096, max(64, 1 << (in_size - 1).bit_length()))
+        return RowTile(rows, block, 4, False)
     if in_size >= 4096:
         return RowTile(rows, 2048, 8, in_size > 12288)
     block = 1024

@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from launcher_scripts.common.quantization import Quantization
+from launcher_scripts.common.quantization import FOUR_BITS, Quantization
 from launcher_scripts.kernels.cuda.compiling import (
     DotTile,
     dot_tile,
@@ -44,6 +44,7 @@ from launcher_scripts.kernels.cuda.elementwise import (
 )
 from launcher_scripts.kernels.cuda.gemv import scales_of
 from launcher_scripts.kernels.cuda.lora import add_deltas, lora_arguments, prefetch_up
+from launcher_scripts.kernels.cuda.packed import GROUP, add_packed, packed_block
 from launcher_scripts.kernels.operands import Hidden, Linear
 
 INT8_BASE = tl.constexpr(256)  # of the high bytes, where the low ones have 1
@@ -260,7 +261,9 @@ def dot_rows(
     last = tl.minimum(first + share, IN)
     lines = tl.arange(0, ROWS)[:, None]
     local = row + lines % span < OUT
-    position = tl.minimum(row + lines % span, OUT - 1).to(tl.int64) * IN
+    line_rows = tl.minimum(row + lines % span, OUT - 1).to(tl.int64)
+    packed: tl.constexpr = weight.dtype.element_ty == tl.uint8
+    position = line_rows * (IN // 2 if packed else IN)
     starts = weight + position
     if GATED:
         starts = tl.where(lines < span, starts, gate_weight + position)
@@ -270,7 +273,27 @@ def dot_rows(
         prefetch_up(lora_up, adapters, row, split, count, OUT, GATED, LORA, SPLITS, span)
         gdc_wait()
     even: tl.constexpr = OUT % span == 0 and IN % BLOCK == 0
-    if x.dtype.element_ty.primitive_bitwidth == 8:
+    if packed:
+        groups = line_rows * (IN // GROUP)
+        line_scales = scales + groups
+        if GATED:
+            line_scales = tl.where(lines < span, line_scales, gate_scales + groups)
+        inputs, valid = x + batch[None, :] * IN, (batch < count)[None, :]
+        value = add_packed(
+            inputs,
+            valid,
+            starts,
+            line_scales,
+            local,
+            first,
+            last,
+            even,
+            ROWS,
+            BLOCK,
+            BATCH,
+            USE_PDL,
+        )
+    elif x.dtype.element_ty.primitive_bitwidth == 8:
         value = dot_hi_lo(x, steps, starts, local, first, last, count, IN, even, ROWS, BLOCK, BATCH)
     else:
         inputs, valid = x + batch[None, :] * IN, (batch < count)[None, :]
@@ -321,7 +344,8 @@ def dot_product(
 ) -> Tensor:
     """act(linear(x)), times gate(x) where there is one: [N, out]; norms are not looked at."""
     out = x.new_empty(x.shape[0], linear.weight.shape[0])
-    tile = dot_tile(kind, *linear.weight.shape, linear.quantization)._replace(splits=1)
+    shape = (linear.weight.shape[0], linear.in_size)
+    tile = dot_tile(kind, *shape, linear.quantization)._replace(splits=1)
     _launch(x, linear, tile, linear.weight.shape[0], out=out, gate=gate, activation=activation)
     return out
 
@@ -331,7 +355,7 @@ def dot_parts(x: Tensor, linear: Linear, kind: str) -> Tensor:
 
     One part has the type of x, several have float32.
     """
-    out_size, in_size = linear.weight.shape
+    out_size, in_size = linear.weight.shape[0], linear.in_size
     tile = dot_tile(kind, out_size, in_size, linear.quantization)
     dtype = x.dtype if tile.splits == 1 else torch.float32
     parts = x.new_empty(tile.splits, x.shape[0], out_size, dtype=dtype)
@@ -341,7 +365,7 @@ def dot_parts(x: Tensor, linear: Linear, kind: str) -> Tensor:
 
 def dot_summands(x: Tensor, linear: Linear, kind: str = "add") -> Tensor:
     """linear(x) without its bias, in parts to be summed: float32 [P, N, out]."""
-    out_size, in_size = linear.weight.shape
+    out_size, in_size = linear.weight.shape[0], linear.in_size
     tile = dot_tile(kind, out_size, in_size, linear.quantization)
     parts = torch.empty(tile.splits, x.shape[0], out_size, device=x.device)
     _launch(x, replace(linear, bias=None), tile, out_size, out=parts)
@@ -376,6 +400,8 @@ def _launch(
     operand, steps = split_hi_lo(x, linear.weight.dtype) if split else (x, x)
     gate_bias = None if gate is None else gate.bias
     batch = max(MIN_BATCH, triton.next_power_of_2(x.shape[0]))
+    if linear.quantization in FOUR_BITS:
+        tile = tile._replace(block=packed_block(linear.in_size, tile.block), prefetch=0)
     tile = tile.fitting(batch, linear.weight.element_size(), traits_of(x.device).shared_bytes)
     tile_rows = tile.rows if gate is None else tile.rows // 2
     launcher(dot_rows, (triton.cdiv(out_size, tile_rows), tile.splits))(
@@ -392,7 +418,7 @@ def _launch(
         places=indices,
         count=x.shape[0],
         OUT=out_size,
-        IN=linear.weight.shape[1],
+        IN=linear.in_size,
         OFFSET=linear.bias is not None,
         ACTIVATION=ACTIVATION_CODES[activation],
         GATED=gate is not None,

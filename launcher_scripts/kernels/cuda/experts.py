@@ -16,10 +16,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from launcher_scripts.common.quantization import FOUR_BITS
 from launcher_scripts.kernels.cuda.compiling import DotTile, launcher, pdl_options, traits_of
 from launcher_scripts.kernels.cuda.dot import MAX_ROWS, MIN_BATCH, add_pieces, halves
 from launcher_scripts.kernels.cuda.elementwise import ACTIVATION_CODES, activate, activate_gated
 from launcher_scripts.kernels.cuda.gemv import scales_of
+from launcher_scripts.kernels.cuda.packed import GROUP, add_packed, packed_block
 from launcher_scripts.kernels.operands import ExpertMLPs, Linear, Router
 
 MAX_TOKENS = 8192  # whose results lie side by side before they are summed
@@ -32,6 +34,14 @@ TILES = {  # by the choices of a block
     32: DotTile(64, 128, 4, 4, 1),
     64: DotTile(128, 64, 4, 3, 1),
     128: DotTile(128, 64, 4, 3, 1),
+}
+
+
+PACKED_TILES = {  # the same of weights of four bits
+    16: DotTile(128, 192, 2, 3, 1),
+    32: DotTile(64, 192, 2, 3, 1),
+    64: DotTile(64, 192, 2, 3, 1),
+    128: DotTile(128, 64, 8, 3, 1),
 }
 
 
@@ -208,7 +218,9 @@ def expert_rows(
     rows = part * tile_rows + tl.arange(0, tile_rows)
     lines = tl.arange(0, ROWS)[:, None]
     local = part * tile_rows + lines % tile_rows < OUT
-    offset = (expert * OUT + tl.minimum(part * tile_rows + lines % tile_rows, OUT - 1)) * IN
+    packed: tl.constexpr = weight.dtype.element_ty == tl.uint8
+    line_rows = expert * OUT + tl.minimum(part * tile_rows + lines % tile_rows, OUT - 1)
+    offset = line_rows * (IN // 2 if packed else IN)
     starts = weight + offset
     if GATED:
         starts = tl.where(lines < tile_rows, starts, gate_weight + offset)
@@ -220,7 +232,17 @@ def expert_rows(
     present = choice >= 0
     read = choice if DOWN else choice // PER_TOKEN
     inputs = x + tl.where(present, read, 0)[None, :] * IN
-    value = add_pieces(inputs, present[None, :], starts, local, 0, IN, IN, even, ROWS, BLOCK, BATCH)
+    valid = present[None, :]
+    if packed:
+        groups = line_rows * (IN // GROUP)
+        line_scales = scales + groups
+        if GATED:
+            line_scales = tl.where(lines < tile_rows, line_scales, gate_scales + groups)
+        value = add_packed(
+            inputs, valid, starts, line_scales, local, 0, IN, even, ROWS, BLOCK, BATCH, USE_PDL
+        )
+    else:
+        value = add_pieces(inputs, valid, starts, local, 0, IN, IN, even, ROWS, BLOCK, BATCH)
     scaled = rows + expert * OUT
     ends = (expert + 1) * OUT
     if GATED:
@@ -306,10 +328,14 @@ def _launch(
     factors: Tensor | None = None,
 ) -> None:
     count, per_token = chosen.shape
-    _, out_size, in_size = linear.weight.shape
-    tile = TILES[blocks.size]
+    out_size, in_size = linear.weight.shape[1], linear.in_size
+    packed = linear.quantization in FOUR_BITS
+    tile = (PACKED_TILES if packed else TILES)[blocks.size]
     inputs_width, width = x.element_size(), linear.weight.element_size()
-    tile = tile._replace(block=tile.block * 2 // inputs_width)
+    if packed:
+        tile = tile._replace(block=packed_block(in_size, tile.block))
+    else:
+        tile = tile._replace(block=tile.block * 2 // inputs_width)
     tile = tile.fitting(blocks.size * inputs_width // 2, width, traits_of(x.device).shared_bytes)
     products = 1 if gate is None else 2
     tile_rows = tile.rows // products

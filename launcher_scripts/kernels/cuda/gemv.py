@@ -41,6 +41,7 @@ from launcher_scripts.kernels.cuda.norm import (
     parts_of,
     prescale,
 )
+from launcher_scripts.kernels.cuda.packed import PER_WORD, load_words, multiply_packed
 from launcher_scripts.kernels.operands import Hidden, Linear, Norm
 
 RAISED = tl.constexpr(2.0**80)  # times x: its products with steps of 2^-149 are normal numbers
@@ -70,14 +71,24 @@ def load_tile(
 
 @triton.jit
 def begin(
-    weight, rows, OUT: tl.constexpr, IN: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr
+    weight,
+    scales,
+    rows,
+    OUT: tl.constexpr,
+    IN: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """Return the arguments of `multiply` for a weight: its address, some of its rows, and their
-    first tile [ROWS, BLOCK]. EVEN: all rows are of the weight."""
-    columns = tl.arange(0, BLOCK)[None, :]
-    base = row_offsets(rows, columns, IN)
-    is_exact: tl.constexpr = EVEN and BLOCK <= IN
-    return weight, rows, load_tile(weight, base, rows, columns, 0, OUT, IN, is_exact)
+    """Return the arguments of `multiply` for a weight: its address and that of its scales, some of
+    its rows, and their first tile [ROWS, BLOCK]. EVEN: all rows are of the weight."""
+    if weight.dtype.element_ty == tl.uint8:
+        tile = load_words(weight, rows, 0, OUT, IN, BLOCK // PER_WORD)
+    else:
+        columns = tl.arange(0, BLOCK)[None, :]
+        base = row_offsets(rows, columns, IN)
+        is_exact: tl.constexpr = EVEN and BLOCK <= IN
+        tile = load_tile(weight, base, rows, columns, 0, OUT, IN, is_exact)
+    return weight, scales, rows, tile
 
 
 @triton.jit
@@ -119,13 +130,36 @@ def multiply(
 ):
     """(W x, W' x) of rows that were begun.
 
-    The scales of a weight in bytes are not applied. x has the type of any other weight, so that
-    both are held by the threads in the same way: another one costs up to a third. W' are more rows
-    of the same or another weight, with PAIRED. With ROLLED a loop fetches the next tile while it
-    multiplies one; without, the compiler sees them all. EVEN: all rows are of the weight.
+    The scales of a weight in bytes are not applied. W' are more rows of the same or another weight,
+    with PAIRED. EVEN: all rows are of the weight.
     """
-    weight, rows, tile = started
-    other_weight, other_rows, other_tile = other_started
+    if started[0].dtype.element_ty == tl.uint8:
+        product, other = multiply_packed(x, started, other_started, OUT, IN, PAIRED)
+    else:
+        product, other = _multiply(x, started, other_started, OUT, IN, PAIRED, ROLLED, EVEN, PACKED)
+    return product, other
+
+
+@triton.jit
+def _multiply(
+    x,
+    started,
+    other_started,
+    OUT: tl.constexpr,
+    IN: tl.constexpr,
+    PAIRED: tl.constexpr,
+    ROLLED: tl.constexpr,
+    EVEN: tl.constexpr,
+    PACKED: tl.constexpr,
+):
+    """`multiply` of weights that are no packed ones.
+
+    x has the type of a weight that is not in bytes, so that both are held by the threads in the
+    same way: another one costs up to a third. With ROLLED a loop fetches the next tile while it
+    multiplies one; without, the compiler sees them all.
+    """
+    weight, _, rows, tile = started
+    other_weight, _, other_rows, other_tile = other_started
     ROWS: tl.constexpr = tile.shape[0]
     BLOCK: tl.constexpr = tile.shape[1]
     columns = tl.arange(0, BLOCK)[None, :]
@@ -205,7 +239,7 @@ def scales_of(scales, weight, rows, out):
     out: how many rows there are
     """
     result = tl.full(rows.shape, 1.0, tl.float32)
-    if weight.dtype.element_ty.primitive_bitwidth == 8:
+    if weight.dtype.element_ty.primitive_bitwidth == 8 and weight.dtype.element_ty != tl.uint8:
         result = tl.load(scales + rows, mask=rows < out, other=0.0)
     return result
 
@@ -260,10 +294,10 @@ def gemv(
         gdc_launch_dependents()
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     even: tl.constexpr = OUT % ROWS == 0
-    started = begin(weight, rows, OUT, IN, even, BLOCK)
+    started = begin(weight, scales, rows, OUT, IN, even, BLOCK)
     gate_started = started
     if GATED:
-        gate_started = begin(gate_weight, rows, OUT, IN, even, BLOCK)
+        gate_started = begin(gate_weight, gate_scales, rows, OUT, IN, even, BLOCK)
     row_scale = scales_of(scales, weight, rows, OUT)
     gate_scale = scales_of(gate_scales, gate_weight, rows, OUT)
     offset = vector(offsets, rows, OUT, OFFSET)
@@ -324,7 +358,7 @@ def gemv_largest(
         gdc_launch_dependents()
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     even: tl.constexpr = OUT % ROWS == 0
-    started = begin(weight, rows, OUT, IN, even, BLOCK)
+    started = begin(weight, scales, rows, OUT, IN, even, BLOCK)
     row_scale = scales_of(scales, weight, rows, OUT)
     offset = vector(offsets, rows, OUT, OFFSET)
     row_sums = vector(sums, rows, OUT, NORM == 1)
@@ -382,7 +416,7 @@ def row_product(
         result's row_stats
     """
     operand = x.operand
-    out_size, in_size = linear.weight.shape
+    out_size, in_size = linear.weight.shape[0], linear.in_size
     tile = row_tile(kind, out_size, in_size, linear.quantization)
     programs = triton.cdiv(out_size, tile.rows)
     stats = None if norm_of_next is None else empty_stats(programs, out.device)
@@ -450,7 +484,7 @@ def row_largest(
 ) -> tuple[Tensor, Tensor]:
     """reference.largest for one row."""
     operand = x.operand
-    in_size = head.weight.shape[1]
+    in_size = head.in_size
     tile = row_tile("largest", head.weight.shape[0], in_size, head.quantization)
     parts = triton.cdiv(held, tile.rows)
     maxima = torch.empty(parts, device=operand.device)

@@ -14,9 +14,11 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
+from launcher_scripts.common.quantization import FOUR_BITS
 from launcher_scripts.kernels.cuda.compiling import launcher, traits_of
 from launcher_scripts.kernels.cuda.dot import MAX_ROWS
 from launcher_scripts.kernels.cuda.elementwise import E4M3_MAX
+from launcher_scripts.kernels.cuda.packed import unpacked_weight
 from launcher_scripts.kernels.operands import Linear
 from launcher_scripts.kernels.reference import ACTIVATIONS, added_lora
 
@@ -126,6 +128,8 @@ def dense(linear: Linear) -> Linear:
     """The same projection with its weight in the compute type, as long as the operation lives."""
     if linear.scale is None:
         return linear
+    if linear.quantization in FOUR_BITS:
+        return Linear(unpacked_weight(linear), linear.bias, linear.norm)
     rows, size = linear.weight.shape
     weight = torch.empty(rows, size, dtype=linear.dtype, device=linear.weight.device)
     block = min(4096, triton.next_power_of_2(size))

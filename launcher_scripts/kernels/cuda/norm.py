@@ -319,10 +319,12 @@ def fold_norm(linear: Linear) -> FoldedNorm | None:
 
 def _times(linear: Linear, vector: Tensor) -> Tensor:
     """Its weight @ vector in float32, a few rows at a time: a copy of all would be large."""
-    rows = max(1, FOLDED_AT_ONCE // linear.weight.shape[1])
+    rows = max(1, FOLDED_AT_ONCE // linear.in_size)
     parts = linear.weight.split(rows)
     scales = [None] * len(parts) if linear.scale is None else linear.scale.split(rows)
-    return torch.cat([dequantized(*part) @ vector for part in zip(parts, scales, strict=True)])
+    return torch.cat(
+        [dequantized(*part, linear.dtype) @ vector for part in zip(parts, scales, strict=True)]
+    )
 
 
 def norm(x: Tensor, weights: Norm, dtype: torch.dtype) -> Tensor:

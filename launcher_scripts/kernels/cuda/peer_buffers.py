@@ -57,7 +57,7 @@ def gemv_to_peers(
         gdc_launch_dependents()
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     even: tl.constexpr = OUT % ROWS == 0
-    started = begin(weight, rows, OUT, IN, even, BLOCK)
+    started = begin(weight, scales, rows, OUT, IN, even, BLOCK)
     row_scale = scales_of(scales, weight, rows, OUT)
     mask = rows < OUT
     up, _ = load_up(lora_up, adapters, rows, rows, mask, LORA, False)
@@ -167,7 +167,7 @@ def exchange_best(
 
 def send_product(x: Tensor, linear: Linear, buffers: PeerBuffers) -> None:
     """linear(x) [1, out] without its bias, to every rank's buffer."""
-    out_size, in_size = linear.weight.shape
+    out_size, in_size = linear.weight.shape[0], linear.in_size
     tile = row_tile("add", out_size, in_size, linear.quantization)
     launcher(gemv_to_peers, (triton.cdiv(out_size, tile.rows),))(
         x,

@@ -235,8 +235,8 @@ def gemv_heads(
     other_rows = head * SIZE + upper
     even: tl.constexpr = (OUT // 2) % ROWS == 0
     mask = pairs < OUT // 2
-    started = begin(weight, rows, OUT, IN, even, BLOCK)
-    other_started = begin(weight, other_rows, OUT, IN, even, BLOCK)
+    started = begin(weight, scales, rows, OUT, IN, even, BLOCK)
+    other_started = begin(weight, scales, other_rows, OUT, IN, even, BLOCK)
     row_scale = scales_of(scales, weight, rows, OUT)
     other_scale = scales_of(scales, weight, other_rows, OUT)
     offset = vector(offsets, rows, OUT, OFFSET)
@@ -286,7 +286,7 @@ def row_heads(
 ) -> Tensor:
     """reference.project_heads for one row."""
     operand = x.operand
-    out_size, in_size = linear.weight.shape
+    out_size, in_size = linear.weight.shape[0], linear.in_size
     tile = row_tile("heads", out_size, in_size, linear.quantization)
     query = operand.new_empty(1, heads.num_heads, heads.head_size)
     cosines, sines = (operand, operand) if rotary is None else rotary

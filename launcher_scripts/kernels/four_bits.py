@@ -1,0 +1,200 @@
+"""Weights of four bits with a scale for every GROUP inputs: int4 and MXFP4.
+
+mxfp4: e2m1 times a power of two (e8m0), as OCP Microscaling 1.0 and gpt-oss have it.
+int4:  an integer of four bits less a zero point, times a scale in the compute type.
+
+A byte has two weights of a row whose columns are GROUP apart, so that a kernel needs no shuffle to
+separate them: of 64 columns the low codes are the first 32. The bits of two e2m1 codes lie in their
+byte as the kernels want to mask them; see `_LOW` and `_HIGH`.
+
+scale: uint8 of mxfp4, the exponent plus 127;  of int4 in the compute type, where zero points are 8;
+       int32 where there are others: the scale's float32 with the zero point in its lowest four bits
+
+A weight that had four bits in its checkpoint keeps them: a power of two is found as it was, and
+`_restored` finds the integers and scales of int4 in numbers that were rounded to the compute type.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+GROUP = 32
+PERIOD = 2 * GROUP  # columns whose codes lie in GROUP neighbouring bytes
+ZERO_POINT = 8
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+BIAS = 127  # of e8m0
+VALUES_AT_ONCE = 1 << 24
+SAMPLE = 1024  # groups, of which one at least has few values where a matrix has four bits
+NEAR = 2.0**-7  # relative; two roundings to bfloat16
+# Where bits 0 to 3 of an e2m1 code are in a byte: of its low code, and of its high code.
+_LOW, _HIGH = (5, 6, 0, 7), (2, 3, 1, 4)
+
+
+@cache
+def _tables(is_float: bool, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Bits of a low and of a high code in their byte, uint8 [16] each; both codes of every byte,
+    int64 [256, 2]."""
+    low, high = (
+        [sum((code >> bit & 1) << place for bit, place in enumerate(places)) for code in range(16)]
+        for places in ((_LOW, _HIGH) if is_float else (range(4), range(4, 8)))
+    )
+    codes = torch.empty(256, 2, dtype=torch.int64)
+    for first in range(16):
+        for second in range(16):
+            codes[low[first] | high[second]] = torch.tensor([first, second])
+    tables = (torch.tensor(bits, dtype=torch.uint8, device=device) for bits in (low, high))
+    return (*tables, codes.to(device))  # type: ignore[return-value]
+
+
+def packed(codes: Tensor, is_float: bool) -> Tensor:
+    """uint8 [out, in / 2] of codes [out, in] from 0 to 15; is_float: of e2m1."""
+    low, high, _ = _tables(is_float, codes.device)
+    first, second = codes.long().unflatten(1, (-1, 2, GROUP)).unbind(2)
+    return (low[first] | high[second]).flatten(1)
+
+
+def unpacked(weight: Tensor, is_float: bool) -> Tensor:
+    """The codes, int64 [out, in]."""
+    codes = _tables(is_float, weight.device)[2][weight.long()]
+    return codes.unflatten(1, (-1, GROUP)).transpose(2, 3).flatten(1)
+
+
+def dequantized(weight: Tensor, scale: Tensor, compute: torch.dtype) -> Tensor:
+    """float32 [out, in] of packed weights; products with scales are rounded to `compute`."""
+    is_float = scale.dtype == torch.uint8
+    codes = unpacked(weight, is_float).unflatten(1, (-1, GROUP))
+    if is_float:
+        numbers = torch.tensor([*E2M1, *(-number for number in E2M1)], device=weight.device)[codes]
+        factors = torch.ldexp(torch.ones_like(scale, dtype=torch.float32), scale.int() - BIAS)
+    elif scale.dtype == torch.int32:
+        numbers = (codes - (scale & 15)[..., None]).float()
+        factors = (scale & -16).view(torch.float32)
+    else:
+        numbers, factors = (codes - ZERO_POINT).float(), scale.float()
+    return (numbers * factors[..., None]).to(compute).float().flatten(1)
+
+
+def empty(values: Tensor, compute: torch.dtype, *, is_float: bool) -> tuple[Tensor, Tensor]:
+    """Packed weights and scales for values [out, in], without numbers."""
+    rows, size = values.shape
+    kind = torch.uint8 if is_float else compute
+    return (
+        values.new_empty(rows, size // 2, dtype=torch.uint8),
+        values.new_empty(rows, size // GROUP, dtype=kind),
+    )
+
+
+def to_mxfp4(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Packed weights [out, in / 2] and scales [out, in / GROUP] of values [out, in].
+
+    The largest of a group becomes 4 or 6: values that are MXFP4 already stay as they are.
+    """
+    groups = values.float().unflatten(1, (-1, GROUP))
+    largest = groups.abs().amax(2)
+    exponent = torch.frexp(largest).exponent - 3
+    exponent += (torch.ldexp(largest, -exponent) > 7).int()
+    exponent = torch.where(largest > 0, exponent, 0).clamp(1 - BIAS, BIAS - 2)
+    sizes = torch.ldexp(groups.abs(), -exponent[..., None]).clamp(max=E2M1[-1])
+    steps = 0.5 * 2.0 ** ((sizes >= 2).int() + (sizes >= 4).int())
+    rounded = (sizes / steps).round() * steps
+    codes = torch.searchsorted(torch.tensor(E2M1, device=values.device), rounded)
+    codes += 8 * (groups < 0)
+    return packed(codes.flatten(1), True), (exponent + BIAS).to(torch.uint8)
+
+
+def to_int4(values: Tensor, compute: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Packed weights and scales of values [out, in]: rounded to the nearest, but a group that has
+    four bits already keeps them.
+    """
+    rows = max(1, VALUES_AT_ONCE // values.shape[1])
+    codes, scales, zeros = (
+        torch.cat(parts)
+        for parts in zip(*(_int4(part, compute) for part in values.split(rows)), strict=True)
+    )
+    weight = packed(codes.flatten(1), False)
+    if bool((zeros == ZERO_POINT).all()):
+        return weight, scales.to(compute)
+    return weight, with_zero_points(scales, zeros)
+
+
+def with_zero_points(scales: Tensor, zeros: Tensor | int = ZERO_POINT) -> Tensor:
+    """int4's scales as int32, if they are not yet."""
+    if scales.dtype == torch.int32:
+        return scales
+    return (scales.float().view(torch.int32) & -16) | zeros
+
+
+def _int4(values: Tensor, compute: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes [out, groups, GROUP], scales and zero points [out, groups] of some rows.
+
+    The largest of a group is -8 of its scale, which may be negative.
+    """
+    shape = (values.shape[0], -1, GROUP)
+    groups = values.float().reshape(-1, GROUP)
+    largest = groups.gather(1, groups.abs().argmax(1, keepdim=True))[:, 0]
+    scales = _as(torch.where(largest == 0, 1.0, largest / -ZERO_POINT), compute)
+    scales = torch.where(scales == 0, 1.0, scales)
+    codes = (groups / scales[:, None]).round().clamp(-8, 7).long() + ZERO_POINT
+    zeros = torch.full_like(scales, ZERO_POINT, dtype=torch.int32)
+    few = _few_values(groups[:SAMPLE]).nonzero()[:, 0]
+    if len(few):
+        few = _few_values(groups).nonzero()[:, 0]
+        found, *restored = _restored(groups[few], compute)
+        few = few[found]
+        for target, part in zip((codes, scales, zeros), restored, strict=True):
+            target[few] = part[found]
+    return codes.view(shape), scales.view(shape[:2]), zeros.view(shape[:2])
+
+
+def _few_values(groups: Tensor) -> Tensor:
+    """True for groups [n, GROUP] with no more different values than four bits have."""
+    ordered = groups.sort(1).values
+    return (ordered[:, 1:] != ordered[:, :-1]).sum(1) < 16
+
+
+def _restored(groups: Tensor, compute: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Which groups [n, GROUP] are integers of four bits times a scale, as far as rounding to the
+    compute type goes; their codes, scales and zero points.
+
+    Every integer that the largest number may stand for is tried. Its quotient is no more than one
+    step of the compute type away from the scale.
+    """
+    count, device = len(groups), groups.device
+    best = torch.full((count,), NEAR, device=device)
+    codes = torch.zeros(count, GROUP, dtype=torch.int64, device=device)
+    scales = torch.ones(count, device=device)
+    zeros = torch.full((count,), ZERO_POINT, dtype=torch.int32, device=device)
+    largest = groups.abs().amax(1)
+    remaining = (largest > 0).nonzero()[:, 0]
+    for number in (8, 7, 15, 14, 13, 12, 11, 10, 9, 6, 5, 4, 3, 2, 1):
+        for step in (0, -1, 1):
+            values = groups[remaining]
+            scale = _stepped(_as(largest[remaining] / number, compute), compute, step)
+            integers = (values / scale[:, None]).round()
+            zero = (-integers.amin(1)).clamp(0, 15)
+            fits_eight = (zero <= ZERO_POINT) & (integers.amax(1) < ZERO_POINT)
+            zero = torch.where(fits_eight, float(ZERO_POINT), zero)
+            shifted = integers + zero[:, None]
+            off = (_as(integers * scale[:, None], compute) - values).abs()
+            error = (off / values.abs().clamp(min=1e-30)).amax(1)
+            better = (error < best[remaining]) & (shifted.amin(1) >= 0) & (shifted.amax(1) <= 15)
+            target = remaining[better]
+            best[target] = error[better]
+            codes[target], scales[target] = shifted[better].long(), scale[better]
+            zeros[target] = zero[better].int()
+            remaining = remaining[best[remaining] > 0]
+    codes[largest == 0], best[largest == 0] = ZERO_POINT, 0.0
+    return best < NEAR, codes, scales, zeros
+
+
+def _as(values: Tensor, dtype: torch.dtype) -> Tensor:
+    return values.to(dtype).float()
+
+
+def _stepped(values: Tensor, dtype: torch.dtype, steps: int) -> Tensor:
+    """Positive numbers of `dtype`, so many of its steps further, in float32."""
+    bits = torch.int32 if dtype == torch.float32 else torch.int16
+    return (values.to(dtype).view(bits) + steps).view(dtype).float()
