@@ -42,8 +42,8 @@ try:
     from omegaconf.errors import OmegaConfBaseException
 
     from launcher_scripts.common.errors import ConfigError, LauncherError, VerdictError
-    from launcher_scripts.common.exit_codes import ERROR, VERDICTS
     from launcher_scripts.common.hosts import submit
+    from launcher_scripts.common.packages import ERROR, VERDICTS
     from stages.choices import (
         check_choices,
         check_grammar,
@@ -62,7 +62,7 @@ except ModuleNotFoundError as missing:
         "into .venv, `. .venv/bin/activate` makes that the python3 that is run",
         file=sys.stderr,
     )
-    sys.exit(3)  # exit_codes.ERROR, which may be what is missing
+    sys.exit(3)  # packages.ERROR, which may be what is missing
 
 CHECKOUT = Path(__file__).resolve().parent
 TERMINAL = sys.stderr

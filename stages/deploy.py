@@ -15,7 +15,7 @@ from hydra.core.config_store import ConfigStore
 
 from launcher_scripts.cluster.job import Resources, Service
 from launcher_scripts.common.errors import CheckpointError, ConfigError
-from launcher_scripts.common.overlay import CLOSED_PACKAGES
+from launcher_scripts.common.packages import CLOSED_PACKAGES
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.config.gateway import DeployedGateway, GatewayJobSettings
 from launcher_scripts.config.options import absolute, is_same_path, values_of, with_absolute_paths

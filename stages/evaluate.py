@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from launcher_scripts.cluster.job import Job, JobFolder
 from launcher_scripts.common.errors import ConfigError, Problems, problem
-from launcher_scripts.common.overlay import TASK_PACKAGES
+from launcher_scripts.common.packages import TASK_PACKAGES
 from launcher_scripts.config.evaluation import KEY as HARNESS
 from launcher_scripts.config.evaluation import HarnessSettings, TaskSettings
 from launcher_scripts.config.options import (

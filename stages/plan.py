@@ -22,7 +22,7 @@ from launcher_scripts.common.errors import (
     lookup,
     problem,
 )
-from launcher_scripts.common.overlay import LATER_STEPS
+from launcher_scripts.common.packages import LATER_STEPS
 from launcher_scripts.common.processes import SignalInterruption
 from launcher_scripts.common.quantization import QUANTIZATIONS
 from launcher_scripts.config.evaluation import LadderPrecision, LadderSettings, check_rungs

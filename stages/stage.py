@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from launcher_scripts.cluster.cluster import Cluster
 from launcher_scripts.cluster.job import Container, Job, JobFolder, Resources, Service, Step
 from launcher_scripts.cluster.slurm_script import image_problem, is_file, registry_name
-from launcher_scripts.common.overlay import FILE_NAME, STEP_PACKAGES, remedy
+from launcher_scripts.common.packages import FILE_NAME, STEP_PACKAGES, remedy
 from launcher_scripts.config.options import absolute, build, paths_in
 from stages.checks import Checks, Mount, check_variables, missing_packages, mounts_for
 

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from launcher_scripts.common.overlay import LATER_STEPS
-from launcher_scripts.steps import packages
+from launcher_scripts.common import packages
+from launcher_scripts.common.packages import LATER_STEPS
 from stages import STAGES
 from tests.whole_job import WORDS, run_whole_job
 
@@ -218,9 +218,7 @@ def test_the_first_step_looks_for_what_later_ones_need(
     assert "--with torch" in error
 
 
-@pytest.mark.parametrize(
-    "file", ["common/overlay.py", "steps/packages.py", *(f"steps/{step}.py" for step in STEPS)]
-)
+@pytest.mark.parametrize("file", ["common/packages.py", *(f"steps/{step}.py" for step in STEPS)])
 def test_an_old_python_reads_what_says_so(checkout: Path, file: str) -> None:
     text = (checkout / "launcher_scripts" / file).read_text(encoding="utf-8")
     assert ast.parse(text, feature_version=(3, 8))

@@ -43,7 +43,7 @@ from launcher_scripts.common.errors import (
     ServerError,
     VerdictError,
 )
-from launcher_scripts.common.exit_codes import VERDICTS
+from launcher_scripts.common.packages import VERDICTS
 from launcher_scripts.common.processes import (
     StopRequest,
     adopt_orphans,

@@ -255,7 +255,7 @@ class Job:
 
     @property
     def judges(self) -> bool:
-        """Return whether the job's exit code is that of a verdict (common/exit_codes.py)."""
+        """Return whether the job's exit code is that of a verdict (common/packages.py)."""
         return any(step.name in ("judge", "write_ladder") for step in self.steps)
 
     def settings_files(self) -> dict[Path, str]:

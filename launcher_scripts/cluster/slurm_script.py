@@ -13,7 +13,7 @@ from launcher_scripts.cluster.job import ClusterOptions, Job, Service, Step
 from launcher_scripts.cluster.record import RUNNING, WAITING
 from launcher_scripts.cluster.slurm_queue import slurm_seconds
 from launcher_scripts.common.errors import ConfigError, Problems, problem
-from launcher_scripts.common.exit_codes import ERROR, VERDICT_FILE, VERDICTS
+from launcher_scripts.common.packages import ERROR, VERDICT_FILE, VERDICTS
 from launcher_scripts.common.rendering import render
 from launcher_scripts.config.options import check_options, option
 

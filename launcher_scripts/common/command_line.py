@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
-from launcher_scripts.common.exit_codes import ERROR
+from launcher_scripts.common.packages import ERROR
 
 _PLAIN_PATH = re.compile(r"/[A-Za-z0-9_./-]*")
 

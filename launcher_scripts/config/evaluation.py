@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from launcher_scripts.common.errors import ConfigError, Problems
-from launcher_scripts.common.exit_codes import ERROR
+from launcher_scripts.common.packages import ERROR
 from launcher_scripts.common.quantization import QUANTIZATIONS
 from launcher_scripts.config.options import ConfigPath, SecretPath, check_options, option
 from launcher_scripts.config.security import SigningKey

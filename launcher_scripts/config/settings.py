@@ -14,8 +14,8 @@ from typing import Any, ClassVar, TypeVar
 import yaml
 
 from launcher_scripts.common.errors import ConfigError, Problems
-from launcher_scripts.common.exit_codes import ERROR
 from launcher_scripts.common.files import CANDIDATE, READY, atomic_write, replica_file
+from launcher_scripts.common.packages import ERROR
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.common.quantization import KV_CACHE_DTYPES, QUANTIZATIONS, check_deterministic
 from launcher_scripts.config.evaluation import (

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from launcher_scripts.common.command_line import CommandParser, installed_packages, with_open_output
 from launcher_scripts.common.errors import LauncherError
-from launcher_scripts.common.exit_codes import ERROR
+from launcher_scripts.common.packages import ERROR
 
 with installed_packages("evaluation"):
     from launcher_scripts.config.policy import PolicySettings, read_policy

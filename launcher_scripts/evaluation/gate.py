@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from launcher_scripts.common.errors import ServerError, problem
-from launcher_scripts.common.exit_codes import VERDICTS
 from launcher_scripts.common.files import CHAIN, replica_files, request_publication
+from launcher_scripts.common.packages import VERDICTS
 from launcher_scripts.config.options import is_same_path
 from launcher_scripts.config.policy import PolicySettings
 from launcher_scripts.config.settings import EvaluateSettings

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from launcher_scripts.common.errors import ConfigError, problem
-from launcher_scripts.common.exit_codes import VERDICT_FILE
 from launcher_scripts.common.files import (
     CHAIN,
     MANIFEST,
@@ -30,6 +29,7 @@ from launcher_scripts.common.files import (
     file_digest,
     value_digest,
 )
+from launcher_scripts.common.packages import VERDICT_FILE
 from launcher_scripts.common.tokenizer import (
     CHAT_TEMPLATE_FILES,
     GENERATION_FILE,

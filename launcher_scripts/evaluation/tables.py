@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher_scripts.common.exit_codes import VERDICT_FILE, VERDICTS
+from launcher_scripts.common.packages import VERDICT_FILE, VERDICTS
 from launcher_scripts.common.rendering import align
 from launcher_scripts.config.evaluation import LadderPrecision
 from launcher_scripts.evaluation.harness import HarnessResult

@@ -31,8 +31,8 @@ from launcher_scripts.cluster.record import (
 )
 from launcher_scripts.cluster.slurm_queue import BLOCKING_REASONS
 from launcher_scripts.common.errors import ClusterError, ServerError
-from launcher_scripts.common.exit_codes import VERDICT_FILE
 from launcher_scripts.common.http_client import query
+from launcher_scripts.common.packages import VERDICT_FILE
 from launcher_scripts.config.security import read_keys
 from launcher_scripts.contract import metric_names as names
 from launcher_scripts.jobs.folders import JobEntry

@@ -25,7 +25,7 @@ from typing import NoReturn
 
 from launcher_scripts.common.errors import LauncherError, ServerError, problem
 from launcher_scripts.common.hosts import unbind_from_core
-from launcher_scripts.common.overlay import find_overlay
+from launcher_scripts.common.packages import find_overlay
 from launcher_scripts.common.processes import is_word, server_limits, set_limits, temporary_folder
 
 CHANGE = (

@@ -15,7 +15,7 @@ from typing import Any
 
 from launcher_scripts.common.command_line import CommandParser, installed_packages, with_open_output
 from launcher_scripts.common.errors import CheckpointError, LauncherError, Problems
-from launcher_scripts.common.exit_codes import ERROR
+from launcher_scripts.common.packages import ERROR
 
 with installed_packages("evaluation"):
     from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint

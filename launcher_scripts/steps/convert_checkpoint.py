@@ -13,7 +13,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from launcher_scripts.steps.packages import check_packages, note_slow_checksums
+from launcher_scripts.common.packages import check_packages, note_slow_checksums
 
 if __name__ == "__main__":
     check_packages("convert_checkpoint")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher_scripts.common.errors import LauncherError, problem
-from launcher_scripts.common.exit_codes import VERDICT_FILE
+from launcher_scripts.common.packages import VERDICT_FILE
 from launcher_scripts.config.settings import EvaluateSettings
 from launcher_scripts.evaluation.journal import FILE_NAME, locked, read_content, remove_journals
 from launcher_scripts.steps.command import run_step

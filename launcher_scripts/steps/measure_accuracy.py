@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from launcher_scripts.steps.packages import check_packages
+from launcher_scripts.common.packages import TASK_PACKAGES, check_packages
 
 if __name__ == "__main__":
     check_packages("measure_accuracy")
 
 from launcher_scripts.clients.model_client import open_client
 from launcher_scripts.common.errors import ConfigError, lookup, problem
-from launcher_scripts.common.overlay import TASK_PACKAGES
 from launcher_scripts.config.evaluation import TaskSettings
 from launcher_scripts.config.settings import EvaluateSettings
 from launcher_scripts.evaluation.comparison import compared, open_reference, timed

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from launcher_scripts.steps.packages import check_packages
+from launcher_scripts.common.packages import check_packages
 
 if __name__ == "__main__":
     check_packages("measure_speed")

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from launcher_scripts.steps.packages import check_packages
+from launcher_scripts.common.packages import check_packages
 
 if __name__ == "__main__":
     check_packages("prepare_triton_model_config")

@@ -22,7 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
-from launcher_scripts.steps.packages import check_packages
+from launcher_scripts.common.packages import ERROR, check_packages
 
 if __name__ == "__main__":
     check_packages("quickstart")
@@ -38,7 +38,6 @@ from launcher_scripts.checkpoint.sources.nemo_writer import (
 )
 from launcher_scripts.common.command_line import CommandParser, hydra_value
 from launcher_scripts.common.errors import ConfigError, LauncherError
-from launcher_scripts.common.exit_codes import ERROR
 from launcher_scripts.common.files import READY
 from launcher_scripts.common.hosts import visible_gpus
 from launcher_scripts.common.http_client import query

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from launcher_scripts.steps.packages import check_packages
+from launcher_scripts.common.packages import check_packages
 
 if __name__ == "__main__":
     check_packages("run_gateway")

@@ -21,10 +21,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from launcher_scripts.steps.packages import (
-    check_packages,
-    note_slow_checksums,
-)
+from launcher_scripts.common.packages import CLOSED_PACKAGES, check_packages, note_slow_checksums
 
 if __name__ == "__main__":
     check_packages("start_server")
@@ -34,7 +31,6 @@ from launcher_scripts.checkpoint.model_repository import check_text_models
 from launcher_scripts.checkpoint.verification import verify_signature
 from launcher_scripts.common.command_line import CommandParser
 from launcher_scripts.common.hosts import find_node_rank, unbind_from_core
-from launcher_scripts.common.overlay import CLOSED_PACKAGES
 from launcher_scripts.common.processes import StopRequest
 from launcher_scripts.config.settings import DeploySettings
 from launcher_scripts.engine.ranks.rank_host import NodeHost

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from launcher_scripts.steps.packages import check_packages
+from launcher_scripts.common.packages import check_packages
 
 if __name__ == "__main__":
     check_packages("write_example_models")

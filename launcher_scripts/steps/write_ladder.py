@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from launcher_scripts.steps.packages import check_packages
+from launcher_scripts.common.packages import check_packages
 
 if __name__ == "__main__":
     check_packages("write_ladder")

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from launcher_scripts.common.errors import ConfigError, problem
-from launcher_scripts.common.exit_codes import VERDICTS
 from launcher_scripts.common.files import atomic_write
+from launcher_scripts.common.packages import VERDICTS
 from launcher_scripts.common.rendering import render
 from launcher_scripts.config.evaluation import OLDEST, WatchSettings
 from launcher_scripts.watch.training import SavedCheckpoint

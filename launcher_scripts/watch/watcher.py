@@ -18,7 +18,7 @@ from typing import Any
 
 from launcher_scripts.common.command_line import hydra_value
 from launcher_scripts.common.errors import ConfigError
-from launcher_scripts.common.exit_codes import ERROR, VERDICT_FILE, VERDICTS
+from launcher_scripts.common.packages import ERROR, VERDICT_FILE, VERDICTS
 from launcher_scripts.common.processes import signal_when_parent_dies, this_environment
 from launcher_scripts.config.evaluation import AFTER_GO, WatchSettings
 from launcher_scripts.config.settings import CHECKPOINT_KEY

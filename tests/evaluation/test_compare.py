@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from launcher_scripts.common.exit_codes import ERROR
+from launcher_scripts.common.packages import ERROR
 from launcher_scripts.evaluation.__main__ import main
 from launcher_scripts.evaluation.report_difference import explain
 from launcher_scripts.evaluation.tasks import task as statistics

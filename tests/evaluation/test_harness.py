@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from launcher_scripts.common.errors import ConfigError, ServerError
-from launcher_scripts.common.exit_codes import ERROR
+from launcher_scripts.common.packages import ERROR
 from launcher_scripts.config.evaluation import HarnessSettings
 from launcher_scripts.config.settings import EvaluateSettings, write_settings
 from launcher_scripts.evaluation import harness

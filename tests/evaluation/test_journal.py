@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from launcher_scripts.common.errors import ConfigError
-from launcher_scripts.common.exit_codes import ERROR
+from launcher_scripts.common.packages import ERROR
 from launcher_scripts.config.evaluation import BenchmarkSettings, GenerationSettings, TaskSettings
 from launcher_scripts.evaluation.journal import Journal, locked, value_differences
 from launcher_scripts.steps import measure_accuracy, measure_speed

@@ -18,7 +18,7 @@ from aiohttp import web
 
 from benchmarks.exact_server import MODEL, exact_server
 from launcher_scripts.common.errors import ConfigError, ServerError
-from launcher_scripts.common.exit_codes import ERROR
+from launcher_scripts.common.packages import ERROR
 from launcher_scripts.config.evaluation import GoodputBounds, LoadPrompts, LoadSettings
 from launcher_scripts.config.policy import PolicySettings
 from launcher_scripts.config.settings import EvaluateSettings, write_settings

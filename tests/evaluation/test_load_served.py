@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from launcher_scripts.common.exit_codes import ERROR
+from launcher_scripts.common.packages import ERROR
 from launcher_scripts.config.evaluation import GoodputBounds, LoadPrompts, LoadSettings
 from launcher_scripts.config.settings import EvaluateSettings, write_settings
 from launcher_scripts.steps import measure_load

@@ -18,7 +18,7 @@ from launcher_scripts.cluster.slurm_script import (
     registry_name,
 )
 from launcher_scripts.common.errors import ConfigError
-from launcher_scripts.common.overlay import LATER_STEPS
+from launcher_scripts.common.packages import LATER_STEPS
 from tests.login.conftest import Planner
 from tests.login.test_golden import BASE, ENROOT, IMAGE, folder_of
 

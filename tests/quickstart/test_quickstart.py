@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 
 from launcher_scripts.checkpoint.sources.nemo_writer import GGUFLlama
 from launcher_scripts.common.errors import ConfigError
-from launcher_scripts.common.exit_codes import ERROR
+from launcher_scripts.common.packages import ERROR
 from launcher_scripts.config.options import build
 from launcher_scripts.config.policy import PolicySettings
 from launcher_scripts.evaluation import gate
