@@ -43,6 +43,7 @@ from launcher_scripts.gateway.middleware import (
     refusal,
     unless_left,
 )
+from launcher_scripts.gateway.parameters import StrictBody
 from launcher_scripts.gateway.responses import ResponseStore
 from launcher_scripts.gateway.responses_schemas import ResponsesBody
 from launcher_scripts.gateway.retelling import Retelling
@@ -62,7 +63,6 @@ from launcher_scripts.gateway.schemas import (
     CompletionBody,
     DetokenizeBody,
     EmbeddingsBody,
-    StrictBody,
     TokenizeBody,
     TokenizeChatBody,
 )

@@ -13,12 +13,11 @@ from launcher_scripts.gateway import parameters
 from launcher_scripts.gateway.admission import ThreadsOfClient
 from launcher_scripts.gateway.api_errors import ApiError, ContextOverflow
 from launcher_scripts.gateway.completions import Chat
+from launcher_scripts.gateway.parameters import LooseBody, StrictBody
 from launcher_scripts.gateway.reasoning import NAMES
 from launcher_scripts.gateway.retelling import Event, Retelling
 from launcher_scripts.gateway.schemas import (
     ChatBody,
-    LooseBody,
-    StrictBody,
     TextPart,
     check_stops,
     plain_text,

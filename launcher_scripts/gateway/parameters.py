@@ -10,7 +10,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, model_validator
 
 from launcher_scripts.gateway.api_errors import unsupported
 
@@ -179,3 +181,48 @@ def used_parameters(table: Table, values: Mapping[str, Any]) -> dict[str, Any]:
         else:
             del used[key]
     return used
+
+
+class StrictBody(BaseModel):
+    """An object of a request without unknown keys.
+
+    unused:     the parameters of the published schema that are no fields
+    tool_types: types of `tools` that are functions of the client
+    item_types: types of items of `input` that are skipped
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+    unused: ClassVar[Table] = {}
+    tool_types: ClassVar[tuple[str, ...]] = ()
+    item_types: ClassVar[tuple[str, ...]] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _integers(cls, values: Any) -> Any:
+        """Accept 8.0 for 8: JSON has one type of numbers, and some clients write all as floats."""
+        if not isinstance(values, dict):
+            return values
+        return {
+            name: list(map(_integer, value)) if isinstance(value, list) else _integer(value)
+            for name, value in without_nulls(values).items()
+        }
+
+
+class LooseBody(BaseModel):
+    """A part of a conversation that clients send back. What else they say of it is not used."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _nulls(cls, values: Any) -> Any:
+        """Null counts as absent."""
+        return without_nulls(values) if isinstance(values, dict) else values
+
+
+def without_nulls(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _integer(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value

@@ -15,14 +15,8 @@ from pydantic import (
 )
 
 from launcher_scripts.gateway import parameters
-from launcher_scripts.gateway.schemas import (
-    Effort,
-    LooseBody,
-    StrictBody,
-    TextPart,
-    check_function,
-    text_parts,
-)
+from launcher_scripts.gateway.parameters import LooseBody, StrictBody
+from launcher_scripts.gateway.schemas import Effort, TextPart, check_function, text_parts
 
 
 class ItemPart(TextPart):

@@ -12,7 +12,8 @@ from pydantic_core import to_json
 from launcher_scripts.gateway.api_errors import ApiError
 from launcher_scripts.gateway.completions import Chat
 from launcher_scripts.gateway.generation import RequestLimits, RequestRecord
-from launcher_scripts.gateway.schemas import ChatBody, StrictBody
+from launcher_scripts.gateway.parameters import StrictBody
+from launcher_scripts.gateway.schemas import ChatBody
 from launcher_scripts.gateway.served_model import ServedModel
 
 Body = TypeVar("Body", bound=StrictBody)

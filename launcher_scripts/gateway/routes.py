@@ -36,6 +36,7 @@ from launcher_scripts.gateway.generation import (
     check_rows,
 )
 from launcher_scripts.gateway.messages import ConversationBody, MessagesBody
+from launcher_scripts.gateway.parameters import StrictBody
 from launcher_scripts.gateway.responses_schemas import ResponsesBody
 from launcher_scripts.gateway.schemas import (
     ChatBody,
@@ -45,7 +46,6 @@ from launcher_scripts.gateway.schemas import (
     LoadLoRABody,
     ModelBody,
     RefitBody,
-    StrictBody,
     TokenizeBody,
     TokenizeChatBody,
     UnloadLoRABody,

@@ -7,13 +7,14 @@ nor in parameters.py is rejected by its name; null counts as absent.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, Json, field_validator, model_validator
 
 from launcher_scripts.contract.requests import DRAIN_SECONDS, ExchangeMode
 from launcher_scripts.contract.tensors import MAX_LOG_PROBS, MAX_SPECULATIVE_TOKENS
 from launcher_scripts.gateway import parameters
+from launcher_scripts.gateway.parameters import LooseBody, StrictBody
 from launcher_scripts.gateway.tool_calls import schema_of_any, schema_of_one
 
 MAX_ROWS = 128
@@ -32,43 +33,6 @@ _GUIDED = {
     "guided_choice": "choice",
     "guided_grammar": "grammar",
 }
-
-
-class StrictBody(BaseModel):
-    """An object of a request without unknown keys.
-
-    unused:     the parameters of the published schema that are no fields
-    tool_types: types of `tools` that are functions of the client
-    item_types: types of items of `input` that are skipped
-    """
-
-    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
-    unused: ClassVar[parameters.Table] = {}
-    tool_types: ClassVar[tuple[str, ...]] = ()
-    item_types: ClassVar[tuple[str, ...]] = ()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _integers(cls, values: Any) -> Any:
-        """Accept 8.0 for 8: JSON has one type of numbers, and some clients write all as floats."""
-        if not isinstance(values, dict):
-            return values
-        return {
-            name: list(map(_integer, value)) if isinstance(value, list) else _integer(value)
-            for name, value in without_nulls(values).items()
-        }
-
-
-class LooseBody(BaseModel):
-    """A part of a conversation that clients send back. What else they say of it is not used."""
-
-    model_config = ConfigDict(extra="ignore", strict=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _nulls(cls, values: Any) -> Any:
-        """Null counts as absent."""
-        return without_nulls(values) if isinstance(values, dict) else values
 
 
 class TextPart(LooseBody):
@@ -178,7 +142,7 @@ class SamplingBody(StrictBody):
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = Field({}, max_length=1024)
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
-    stop: str | list[str] = []
+    stop: str | list[str] = Field([])
     stop_token_ids: list[TokenId] = Field([], max_length=64)
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
@@ -278,7 +242,7 @@ class ChatPrompt(StrictBody):
     tools: list[dict[str, Any]] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: dict[str, Any] = Field({})
     add_special_tokens: bool = False
     reasoning_effort: Effort | None = None
 
@@ -475,14 +439,6 @@ class LoadLoRABody(UnloadLoRABody):
     """
 
     lora_path: str
-
-
-def without_nulls(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None}
-
-
-def _integer(value: Any) -> Any:
-    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _are_ids(value: Any) -> bool:

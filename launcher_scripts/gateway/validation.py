@@ -11,8 +11,7 @@ import pydantic_core
 from pydantic_core import ErrorDetails
 
 from launcher_scripts.gateway.api_errors import ApiError, bad_request
-from launcher_scripts.gateway.parameters import used_parameters
-from launcher_scripts.gateway.schemas import StrictBody
+from launcher_scripts.gateway.parameters import StrictBody, used_parameters
 
 _MAX_PROBLEMS = 5
 _MAX_ERRORS = 100  # of pydantic's, of which the problems are made

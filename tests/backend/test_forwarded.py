@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from launcher_scripts.backends.fastertransformer.answer_tensors import news
 from launcher_scripts.backends.fastertransformer.forwarded import (
     FINAL,
     Channels,
@@ -20,7 +21,6 @@ from launcher_scripts.backends.fastertransformer.forwarded import (
     ForwardedRequest,
     TextModelChannel,
     forwarded_request,
-    news,
 )
 from launcher_scripts.backends.text_channel import FORWARDED, ChannelMessage
 from launcher_scripts.backends.text_channel import Channel as TextChannel

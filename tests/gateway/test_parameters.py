@@ -11,13 +11,9 @@ import pytest
 
 from launcher_scripts.gateway import parameters
 from launcher_scripts.gateway.messages import ConversationBody, MessagesBody
+from launcher_scripts.gateway.parameters import StrictBody
 from launcher_scripts.gateway.responses_schemas import ResponsesBody
-from launcher_scripts.gateway.schemas import (
-    ChatBody,
-    CompletionBody,
-    EmbeddingsBody,
-    StrictBody,
-)
+from launcher_scripts.gateway.schemas import ChatBody, CompletionBody, EmbeddingsBody
 from launcher_scripts.gateway.served_model import ChatTemplate
 from tests.gateway.fakes import GPT2, FakeBackend, client_of, served
 from tests.gateway.test_chat import HI, chat_client

@@ -21,8 +21,7 @@ from typing import Any, Protocol
 import torch
 import triton_python_backend_utils as pb_utils
 
-from launcher_scripts.backends.fastertransformer.answer_tensors import beam_axis
-from launcher_scripts.backends.fastertransformer.forwarded import news
+from launcher_scripts.backends.fastertransformer.answer_tensors import beam_axis, news
 from launcher_scripts.backends.triton_requests import FINAL, ClientWatch, ParameterError, failure
 from launcher_scripts.common.errors import BusyError, RequestError, ServerError
 from launcher_scripts.contract.metric_names import CANCELLED, FAILED, REJECTED

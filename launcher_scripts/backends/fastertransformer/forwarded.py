@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from threading import Lock, Thread
@@ -21,7 +21,6 @@ import torch
 from launcher_scripts.backends.text_channel import FORWARDED, PEER, ChannelMessage
 from launcher_scripts.common.errors import RequestError
 from launcher_scripts.common.processes import process_stat
-from launcher_scripts.contract.requests import GenerateOutput
 
 FINAL = 1  # Triton's flag of a last response
 
@@ -171,48 +170,3 @@ class ChannelSender:
     def is_cancelled(self) -> bool:
         """The text model says so itself."""
         return False
-
-
-def news(
-    prompts: Sequence[Sequence[int]],
-    outputs: Sequence[GenerateOutput],
-    before: Sequence[int],
-    finished: Sequence[int],
-) -> torch.Tensor:
-    """The tensor `news` of a response: INT32 [B, beam, 4 + n].
-
-    Of every beam: how many tokens it has, how many of them are the prompt, the place of the first
-    id that follows here, the EndCode where no more will come, else 0; then the ids from that place
-    on, then zeros.
-    A beam whose tokens are all news begins with its prompt; one that a row does not have has none.
-
-    prompts: of each row, what its output_ids begin with
-    before:  of each row, how many generated tokens the earlier responses held
-    finished: of each row, the EndCode's number where no more tokens will come, else 0
-    """
-    rows = []
-    for prompt, output, count, end in zip(prompts, outputs, before, finished, strict=True):
-        start = len(prompt) + count if count else 0
-        rows.append(
-            [
-                (
-                    len(prompt) + len(beam.output_ids),
-                    len(prompt),
-                    start,
-                    end,
-                    *(() if count else prompt),
-                    *beam.output_ids[count:],
-                )
-                for beam in output.hypotheses
-            ]
-        )
-    beams = max(map(len, rows))
-    packed = torch.zeros(
-        len(rows), beams, max(len(beam) for row in rows for beam in row), dtype=torch.int32
-    )
-    values = packed.numpy()
-    for number, row in enumerate(rows):
-        values[number, :, 3] = finished[number]
-        for beam, ids in enumerate(row):
-            values[number, beam, : len(ids)] = ids
-    return packed
