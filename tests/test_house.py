@@ -87,7 +87,7 @@ DOORS = {
     "prometheus_client": ("launcher_scripts/gateway/metrics.py",),
     "uvloop": ("launcher_scripts/gateway/service.py",),
     "pydantic": (
-        "launcher_scripts/gateway/validation.py",
+        "launcher_scripts/gateway/parameters.py",
         "launcher_scripts/gateway/schemas.py",
         "launcher_scripts/gateway/responses_schemas.py",
         "launcher_scripts/gateway/messages.py",

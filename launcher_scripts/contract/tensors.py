@@ -186,7 +186,7 @@ PROGRESS = (
     array("is_finished", "BOOL", (-1,), "[beam]: no more tokens will come", extension=True),
 )
 
-# What text models are sent, in one tensor; see backends/fastertransformer/forwarded.py.
+# What text models are sent, in one tensor; see backends/fastertransformer/streams.py.
 TOKEN_DELTAS = array(
     "news",
     "INT32",

@@ -43,7 +43,7 @@ from launcher_scripts.gateway.middleware import (
     refusal,
     unless_left,
 )
-from launcher_scripts.gateway.parameters import StrictBody
+from launcher_scripts.gateway.parameters import StrictBody, parsed
 from launcher_scripts.gateway.responses import ResponseStore
 from launcher_scripts.gateway.responses_schemas import ResponsesBody
 from launcher_scripts.gateway.retelling import Retelling
@@ -67,7 +67,6 @@ from launcher_scripts.gateway.schemas import (
     TokenizeChatBody,
 )
 from launcher_scripts.gateway.served_model import Models, ServedModel
-from launcher_scripts.gateway.validation import parsed
 
 VERSION = "0.1.0"
 Parsed = TypeVar("Parsed", bound=StrictBody)

@@ -13,7 +13,7 @@ from launcher_scripts.gateway import parameters
 from launcher_scripts.gateway.admission import ThreadsOfClient
 from launcher_scripts.gateway.api_errors import ApiError, ContextOverflow
 from launcher_scripts.gateway.completions import Chat
-from launcher_scripts.gateway.parameters import LooseBody, StrictBody
+from launcher_scripts.gateway.parameters import LooseBody, StrictBody, validated
 from launcher_scripts.gateway.reasoning import NAMES
 from launcher_scripts.gateway.retelling import Event, Retelling
 from launcher_scripts.gateway.schemas import (
@@ -25,7 +25,6 @@ from launcher_scripts.gateway.schemas import (
     text_parts,
 )
 from launcher_scripts.gateway.served_model import ServedModel
-from launcher_scripts.gateway.validation import validated
 
 
 class TextBlock(TextPart):

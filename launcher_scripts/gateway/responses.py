@@ -17,6 +17,7 @@ from launcher_scripts.gateway.api_errors import ApiError, bad_request, unsupport
 from launcher_scripts.gateway.completions import Chat
 from launcher_scripts.gateway.generation import RequestLimits, RequestRecord
 from launcher_scripts.gateway.middleware import Lifecycle
+from launcher_scripts.gateway.parameters import validated
 from launcher_scripts.gateway.reasoning import NAMES
 from launcher_scripts.gateway.responses_schemas import (
     ITEMS,
@@ -31,7 +32,6 @@ from launcher_scripts.gateway.responses_schemas import (
 from launcher_scripts.gateway.retelling import Event, Retelling
 from launcher_scripts.gateway.schemas import ChatBody, plain_text
 from launcher_scripts.gateway.served_model import ServedModel
-from launcher_scripts.gateway.validation import validated
 
 # Items that are a text -> their events, the beginning of their ids, what their events have besides.
 _TEXTS: dict[str, tuple[str, str, dict[str, Any]]] = {

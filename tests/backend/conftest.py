@@ -27,7 +27,7 @@ def backend(monkeypatch):
     )["decoupled"]
     monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
     room = "launcher_scripts.backends.fastertransformer"
-    bound = [f"{room}.{name}" for name in ("model", "answer", "shared_stream")]
+    bound = [f"{room}.{name}" for name in ("model", "answer", "streams")]
     bound.append("launcher_scripts.backends.triton_requests")
     for name in bound:
         monkeypatch.delitem(sys.modules, name, raising=False)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from launcher_scripts.backends.fastertransformer.answer_tensors import news
-from launcher_scripts.backends.fastertransformer.forwarded import (
+from launcher_scripts.backends.fastertransformer.streams import (
     FINAL,
     Channels,
     ChannelSender,

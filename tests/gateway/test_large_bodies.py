@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from launcher_scripts.gateway import app as gateway_app
-from launcher_scripts.gateway import validation
+from launcher_scripts.gateway import parameters
 from launcher_scripts.gateway.api_errors import ApiError
 from launcher_scripts.gateway.app import make_app
 from launcher_scripts.gateway.generation import RequestRecord
@@ -65,7 +65,7 @@ def test_others_are_answered_while_a_large_body_is_parsed(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Parsing it, and each of its conversions, is done by a thread."""
-    parse, validate = validation.parse_body, validation.validated
+    parse, validate = parameters.parse_body, parameters.validated
     started, gate, threads = threading.Event(), threading.Event(), set()
 
     def slow(body: bytes) -> Any:
@@ -77,7 +77,7 @@ def test_others_are_answered_while_a_large_body_is_parsed(
         threads.add(threading.current_thread())
         return validate(*arguments)
 
-    monkeypatch.setattr(validation, "parse_body", slow)
+    monkeypatch.setattr(parameters, "parse_body", slow)
     for name in ("validation", "responses", "messages"):
         monkeypatch.setattr(f"launcher_scripts.gateway.{name}.validated", observed)
     messages, ignored = [{"role": "user", "content": "a"}], {"a": "b" * 20_000}

@@ -27,11 +27,6 @@ from launcher_scripts.backends.fastertransformer.answer import (
     send_last,
 )
 from launcher_scripts.backends.fastertransformer.answer_tensors import ANSWER_TENSORS, Shape
-from launcher_scripts.backends.fastertransformer.forwarded import (
-    Channels,
-    ChannelSender,
-    forwarded_request,
-)
 from launcher_scripts.backends.fastertransformer.guidance import Guidance
 from launcher_scripts.backends.fastertransformer.operations import ServerOperations, operation_of
 from launcher_scripts.backends.fastertransformer.request_tensors import padding, to_requests
@@ -46,7 +41,13 @@ from launcher_scripts.backends.fastertransformer.server import (
     model_type,
     node_group,
 )
-from launcher_scripts.backends.fastertransformer.shared_stream import SharedAnswer, SharedStreams
+from launcher_scripts.backends.fastertransformer.streams import (
+    Channels,
+    ChannelSender,
+    SharedAnswer,
+    SharedStreams,
+    forwarded_request,
+)
 from launcher_scripts.backends.fastertransformer.waiting_rows import (
     GuidedRow,
     GuidedRows,
