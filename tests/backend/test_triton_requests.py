@@ -43,13 +43,13 @@ def watch(module: Any) -> Iterator[Any]:
 
 def test_all_are_asked_about_in_turn_until_they_are_forgotten(module: Any, watch: Any) -> None:
     requests = [OpenRequest() for _ in range(2 * module.POLLS_AT_ONCE + 1)]
-    for request in requests:
-        watch.watch(request)
+    for entry in requests:
+        watch.watch(entry)
     wait_for(lambda: min(request.asked for request in requests) > 1)
     counts = [request.asked for request in requests]
     assert max(counts) - min(counts) <= 1
-    for request in requests:
-        watch.forget(request)
+    for entry in requests:
+        watch.forget(entry)
     time.sleep(0.05)  # a turn that has begun
     counts = [request.asked for request in requests]
     time.sleep(0.3)
