@@ -165,7 +165,7 @@ def _export_file(path: Path) -> str | None:
     from launcher_scripts.models import family_of
 
     try:
-        checkpoint = nemo_config.find_checkpoint(path.expanduser())
+        checkpoint = nemo_config.find_nemo_file(path.expanduser())
         nemo = nemo_config.read_nemo_config(checkpoint)
         if nemo is not None:
             return _EXPORT_FILES["t5"] if isinstance(nemo[1].get("encoder"), dict) else None

@@ -131,7 +131,7 @@ class Export(Stage):
         """The checkpoint's path: a folder with a single .nemo file stands for that file."""
         path = Path(absolute(self.block.model.checkpoint_path))
         try:
-            checkpoint = nemo_config.find_checkpoint(self.launch.checks.on_host(path))
+            checkpoint = nemo_config.find_nemo_file(self.launch.checks.on_host(path))
         except CheckpointError as error:
             raise ConfigError(problem(str(error), change=CHECKPOINT_KEY)) from error
         return str(path if checkpoint.name == path.name else path / checkpoint.name)
@@ -243,7 +243,7 @@ def checkpoint_sizes(path: Path, source: str = "auto") -> Any:
     if source == "random":
         return random_config(path)
     path = snapshot_of(path)
-    model: Any = nemo_config.read_nemo_sizes(nemo_config.find_checkpoint(path))
+    model: Any = nemo_config.read_nemo_sizes(nemo_config.find_nemo_file(path))
     if model is None and source in ("auto", "huggingface"):
         model = huggingface_architectures.read_sizes(path)
     return model

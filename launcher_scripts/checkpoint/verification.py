@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from launcher_scripts.checkpoint.fastertransformer.folder import DTYPES, FTCheckpoint, WeightFile
-from launcher_scripts.checkpoint.fastertransformer.manifest import ALGORITHM, DIGESTS, file_digest
+from launcher_scripts.checkpoint.fastertransformer.manifest import ALGORITHM, DIGESTS, hash_file
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor, Workspace, float32
 from launcher_scripts.checkpoint.layout.layouts import rank_columns
 from launcher_scripts.checkpoint.layout.tasks import Task
@@ -135,7 +135,7 @@ def altered_files(
     owners = {digest: file for file, digest in expected.values()}
     altered = []
     for name, (file, right) in expected.items():
-        result = file_digest(checkpoint.folder / name)
+        result = hash_file(checkpoint.folder / name)
         if result != right:
             altered.append((file, owners.get(result)))
     return altered

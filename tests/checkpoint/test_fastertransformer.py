@@ -74,7 +74,7 @@ def test_the_manifest_says_all(folder: Path) -> None:
     assert entry == {
         "name": "model.layers.0.mlp.dense_4h_to_h.weight.1.bin",
         "bytes": path.stat().st_size,
-        "blake3": manifest.file_digest(path),
+        "blake3": manifest.hash_file(path),
         "shape": [20, 32],
         "dtype": "float32",
         "crc32": f"{zlib.crc32(path.read_bytes()):08x}",

@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from launcher_scripts.checkpoint.formats.archive import Archive
-from launcher_scripts.checkpoint.formats.nemo_config import find_checkpoint, read_nemo_sizes
+from launcher_scripts.checkpoint.formats.nemo_config import find_nemo_file, read_nemo_sizes
 from launcher_scripts.common import files
 from launcher_scripts.common.errors import CheckpointError, LauncherError
 from launcher_scripts.config.export import TokenizerSettings
@@ -301,7 +301,7 @@ def test_a_pipe_is_no_tokenizer(tmp_path: Path) -> None:
 
 def test_a_path_of_5000_characters(tmp_path: Path) -> None:
     with pytest.raises(LauncherError, match="File name too long"):
-        find_checkpoint(tmp_path / LONG)
+        find_nemo_file(tmp_path / LONG)
     refused_export(tmp_path / LONG, tmp_path, "File name too long")
 
 

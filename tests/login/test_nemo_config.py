@@ -12,7 +12,7 @@ from launcher_scripts.checkpoint.formats import nemo_config
 from launcher_scripts.checkpoint.formats.archive import Archive
 from launcher_scripts.checkpoint.formats.nemo_config import (
     NemoSizes,
-    find_checkpoint,
+    find_nemo_file,
     read_nemo_sizes,
 )
 from launcher_scripts.checkpoint.sources import nemo_files
@@ -73,7 +73,7 @@ def test_what_is_no_nemo_checkpoint_is_left_to_the_converter(tmp_path: Path) -> 
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     for path in (tmp_path, tmp_path / "model.gguf"):
         assert read_nemo_sizes(path) is None
-        assert find_checkpoint(path) == path
+        assert find_nemo_file(path) == path
 
 
 @pytest.mark.parametrize("kind", ["link", "bomb", "list", "pickle"])

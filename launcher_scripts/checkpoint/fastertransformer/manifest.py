@@ -191,7 +191,7 @@ def read_manifest(folder: Path) -> Manifest | None:
 def write_file_list(folder: Path) -> None:
     """List the files of a folder that is not a checkpoint in a manifest of its own."""
     entries = [
-        FileEntry(name, path.stat().st_size, file_digest(path)).values()
+        FileEntry(name, path.stat().st_size, hash_file(path)).values()
         for name, path in _files_of(folder)
     ]
     values = {"format": LIST_FORMAT, "version": VERSION, "files": entries}
@@ -224,7 +224,7 @@ def _files_of(folder: Path) -> list[tuple[str, Path]]:
     return [(name.as_posix(), path) for name, path in named if "__pycache__" not in name.parts]
 
 
-def file_digest(path: Path, algorithm: str = ALGORITHM) -> str:
+def hash_file(path: Path, algorithm: str = ALGORITHM) -> str:
     """The digest of a file, read in pieces."""
     digest = DIGESTS[algorithm]()
     add_bytes([digest], path, 0, path.stat().st_size)
@@ -255,7 +255,7 @@ def source_digest(path: Path) -> str:
     """
     files = [(path.name, path)] if path.is_file() else _files_of(path)
     with ThreadPoolExecutor() as pool:
-        result = pool.map(lambda entry: file_digest(entry[1]), files)
+        result = pool.map(lambda entry: hash_file(entry[1]), files)
         lines = [f"{digest}  {name}\n" for digest, (name, _) in zip(result, files, strict=True)]
     return f"{ALGORITHM}:{content_digest(''.join(lines).encode(), ALGORITHM)}"
 
@@ -279,7 +279,7 @@ def check_files(
         with ThreadPoolExecutor() as pool:
             expected = [entry.comparable for entry in sound]
             names = [name for name, _ in expected]
-            result = pool.map(lambda e, name: file_digest(folder / e.name, name), sound, names)
+            result = pool.map(lambda e, name: hash_file(folder / e.name, name), sound, names)
             for entry, (_, right), digest in zip(sound, expected, result, strict=True):
                 if digest != right:
                     problems.add(f"{entry.name} is altered", got=digest, choices=[right])

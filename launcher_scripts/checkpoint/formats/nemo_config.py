@@ -57,7 +57,7 @@ class NemoSizes:
         return divisors(gcd(*sizes)) if self.num_heads else None
 
 
-def find_checkpoint(path: Path) -> Path:
+def find_nemo_file(path: Path) -> Path:
     """`path`, or the one .nemo file in it where it is a folder of checkpoints.
 
     Raises CheckpointError when several files could be meant.

@@ -27,7 +27,7 @@ from launcher_scripts.checkpoint.formats.source_tensor import (
 from launcher_scripts.checkpoint.layout.layouts import LAYOUTS
 from launcher_scripts.checkpoint.layout.source_checkpoint import SourceCheckpoint
 from launcher_scripts.checkpoint.layout.tasks import Task, plan_tasks
-from launcher_scripts.checkpoint.sources.merging import Adapter, LowRank, Target, Update
+from launcher_scripts.checkpoint.sources.merging import LearnedAdapter, LowRank, Target, Update
 from launcher_scripts.checkpoint.sources.nemo_adapters import (
     PartFile,
     read_parts,
@@ -114,7 +114,7 @@ class LoRAStack:
     shards: Mapping[str, tuple[SourceTensor, ...]]
 
 
-def stacked_lora(adapters: Mapping[str, Adapter], base: SourceCheckpoint) -> LoRAStack:
+def stacked_lora(adapters: Mapping[str, LearnedAdapter], base: SourceCheckpoint) -> LoRAStack:
     """The adapters, by their names.
 
     Raises CheckpointError with everything that does not fit the base, or can only be merged.
@@ -235,7 +235,7 @@ class Collected:
     folded: dict[str, tuple[SourceTensor, ...]] = field(default_factory=dict)
     tasks: list[PromptTask] = field(default_factory=list)
     inserted: list[PartFile] = field(default_factory=list)
-    adapters: list[Adapter] = field(default_factory=list)
+    adapters: list[LearnedAdapter] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     starts_with_pad: bool = False
 
@@ -342,7 +342,7 @@ def _check_layers(part: PartFile, base: SourceCheckpoint, problems: Problems) ->
             problems.add(f"LoRA of {name} is missing")
 
 
-def nemo_lora(part: PartFile, base: SourceCheckpoint) -> Adapter:
+def nemo_lora(part: PartFile, base: SourceCheckpoint) -> LearnedAdapter:
     """NeMo 1's LoRA as an adapter that stays beside the weights, of which there is nothing else."""
     problems = Problems(str(part.path))
     if part.adapters:
@@ -351,7 +351,7 @@ def nemo_lora(part: PartFile, base: SourceCheckpoint) -> Adapter:
     return _lora(part, base)
 
 
-def _lora(part: PartFile, base: SourceCheckpoint) -> Adapter:
+def _lora(part: PartFile, base: SourceCheckpoint) -> LearnedAdapter:
     """NeMo 1's LoRA as an adapter for the tensors of its base."""
     problems, scale = Problems(str(part.path)), lora_scale(part)
     for name, sides in part.loras.items():
@@ -372,7 +372,7 @@ def _lora(part: PartFile, base: SourceCheckpoint) -> Adapter:
     if missing:
         problems.add("LoRA is for tensors that the base does not have", got=missing[:3])
     problems.raise_if_any(CheckpointError)
-    return Adapter(part.path, updates, [base.dialects])
+    return LearnedAdapter(part.path, updates, [base.dialects])
 
 
 def _low_rank(sides: Mapping[str, tuple[SourceTensor, ...]], scale: float, task: Task) -> LowRank:

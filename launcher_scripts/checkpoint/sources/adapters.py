@@ -35,7 +35,7 @@ from launcher_scripts.checkpoint.sources.adapter_collect import (
     stacked_lora,
 )
 from launcher_scripts.checkpoint.sources.fastertransformer import FasterTransformerSource
-from launcher_scripts.checkpoint.sources.merging import Adapter
+from launcher_scripts.checkpoint.sources.merging import LearnedAdapter
 from launcher_scripts.checkpoint.sources.nemo_files import config_files
 from launcher_scripts.checkpoint.tokenizers.tokenizer_files import TokenRule
 from launcher_scripts.common.errors import CheckpointError, LauncherError, Problems, problem
@@ -72,7 +72,7 @@ class AdaptedCheckpoint(SourceCheckpoint):
     notes: tuple[str, ...]
     sources: Mapping[str, Sequence[str]]
     starts_with_pad: bool = False
-    adapters: Sequence[Adapter] = ()
+    adapters: Sequence[LearnedAdapter] = ()
 
     @property
     def knows_token_ids(self) -> bool:
@@ -210,7 +210,7 @@ def with_adapters(
 
 
 def _with_tables(
-    base: SourceCheckpoint, adapters: Sequence[Adapter], problems: Problems
+    base: SourceCheckpoint, adapters: Sequence[LearnedAdapter], problems: Problems
 ) -> SourceCheckpoint:
     """The base with the adapters' tables of the vocabulary in the place of its own."""
     tables: dict[str, SourceTensor] = {}
@@ -267,7 +267,7 @@ def _read_loras(
     paths: Sequence[str], base: SourceCheckpoint, problems: Problems, scratch: Path | None
 ) -> LoRAStack:
     """The adapters that requests choose, named by their files or folders."""
-    adapters: dict[str, Adapter] = {}
+    adapters: dict[str, LearnedAdapter] = {}
     for path in map(Path, paths):
         name = path.name.removesuffix(".nemo")
         if name in adapters:
@@ -283,7 +283,7 @@ def _read_loras(
 
 def _read_separate(
     path: Path, base: SourceCheckpoint, problems: Problems, scratch: Path | None
-) -> Adapter:
+) -> LearnedAdapter:
     """LoRA that stays beside the weights."""
     family = family_of(base.config).name
     adapter = _read_adapter(path, base)
@@ -309,7 +309,7 @@ def read_lora(path: Path, folder: Path) -> LoRAStack:
     return stack
 
 
-def _read_adapter(path: Path, base: SourceCheckpoint) -> Adapter | None:
+def _read_adapter(path: Path, base: SourceCheckpoint) -> LearnedAdapter | None:
     """An adapter of another maker than NeMo 1; None for what is none."""
     readers = (
         (huggingface_peft.matches, huggingface_peft.read_adapter),

@@ -21,7 +21,7 @@ from launcher_scripts.checkpoint.layout.source_checkpoint import renamed
 from launcher_scripts.checkpoint.sources import core_t5
 from launcher_scripts.checkpoint.sources.core_layers import concatenated_ranks
 from launcher_scripts.checkpoint.sources.huggingface_raw import unknown_keys
-from launcher_scripts.checkpoint.sources.merging import Adapter, LowRank, Replaced, Update
+from launcher_scripts.checkpoint.sources.merging import LearnedAdapter, LowRank, Replaced, Update
 from launcher_scripts.common.errors import CheckpointError, Problems
 from launcher_scripts.models import family_of
 from launcher_scripts.models.family import ModelConfig
@@ -140,7 +140,7 @@ def adapter_of(
     settings: PeftSettings,
     config: ModelConfig,
     dialects: tuple[str, ...],
-) -> Adapter:
+) -> LearnedAdapter:
     """The adapter for a base of these hyperparameters and dialects.
 
     tensors: names without a common prefix; what belongs to no adapter was trained as a whole
@@ -175,11 +175,11 @@ def adapter_of(
         if "nemo" not in dialects:
             dialects = nemo_dialects(fused=_gated(config), plus_one=False)
         values = core_t5.nemo_names(values, str(path))
-        return Adapter(path, values, [dialects], ties=True, notes=tuple(sorted(notes)))
+        return LearnedAdapter(path, values, [dialects], ties=True, notes=tuple(sorted(notes)))
     core = dialects if "mcore" in dialects else core_dialects(_gated(config), "mcore", False)
     split = ("mcore_split_attention", "mcore_split_gate")
     ways = [core, (*split, *core), *((part, *core) for part in split)]
-    return Adapter(path, values, ways, settings.targets, True, tuple(sorted(notes)))
+    return LearnedAdapter(path, values, ways, settings.targets, True, tuple(sorted(notes)))
 
 
 def _put(updates: dict[str, Update], name: str, value: Update, settings: PeftSettings) -> None:

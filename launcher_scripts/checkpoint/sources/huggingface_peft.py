@@ -34,7 +34,13 @@ from launcher_scripts.checkpoint.sources.huggingface_stacked_experts import (
     stacked_name,
     unnested,
 )
-from launcher_scripts.checkpoint.sources.merging import Adapter, Added, LowRank, Replaced, Update
+from launcher_scripts.checkpoint.sources.merging import (
+    Added,
+    LearnedAdapter,
+    LowRank,
+    Replaced,
+    Update,
+)
 from launcher_scripts.common.errors import CheckpointError, Problems, problem
 from launcher_scripts.models import family_of
 from launcher_scripts.models.family import Partition
@@ -271,7 +277,7 @@ def matches(path: Path) -> bool:
     return (path / CONFIG_NAME).is_file()
 
 
-def read_adapter(path: Path, base: SourceCheckpoint) -> Adapter:
+def read_adapter(path: Path, base: SourceCheckpoint) -> LearnedAdapter:
     """The adapter, for `base`, of whose modules it may have those that transformers names.
 
     Raises CheckpointError for what is damaged or not supported, all of it at once.
@@ -318,7 +324,7 @@ def read_adapter(path: Path, base: SourceCheckpoint) -> Adapter:
         return None if None in results else any(results)
 
     notes = (_TABLES_NOTE.format(path.name),) if tables else ()
-    return Adapter(path, updates, _dialects(base), targets, ties, notes, tables)
+    return LearnedAdapter(path, updates, _dialects(base), targets, ties, notes, tables)
 
 
 def _biases(base: SourceCheckpoint, modules: Mapping[str, str], kind: Any) -> bool:

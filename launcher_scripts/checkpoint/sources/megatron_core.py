@@ -34,7 +34,7 @@ from launcher_scripts.checkpoint.sources.megatron import (
     the_latest,
     training_arguments,
 )
-from launcher_scripts.checkpoint.sources.merging import Adapter
+from launcher_scripts.checkpoint.sources.merging import LearnedAdapter
 from launcher_scripts.checkpoint.sources.nemo_files import config_files, stripped
 from launcher_scripts.checkpoint.tokenizers import tokenizer_files
 from launcher_scripts.common.errors import CheckpointError, Problems, problem
@@ -73,7 +73,7 @@ class MegatronCoreCheckpoint(FullTensors):
     dialects: tuple[str, ...]
     tensors: Mapping[str, SourceTensor]
     notes: tuple[str, ...] = ()
-    adapters: tuple[Adapter, ...] = ()
+    adapters: tuple[LearnedAdapter, ...] = ()
 
     @classmethod
     def matches(cls, archive: Archive) -> bool:
@@ -119,7 +119,7 @@ class MegatronCoreCheckpoint(FullTensors):
             else checkpoint
         )
 
-    def base_adapters(self, tensors: Mapping[str, SourceTensor]) -> tuple[Adapter, ...]:
+    def base_adapters(self, tensors: Mapping[str, SourceTensor]) -> tuple[LearnedAdapter, ...]:
         """Adapters that were saved together with the base."""
         settings = peft_settings(self.archive, self.root)
         path = self.archive.path
@@ -266,7 +266,7 @@ def holds_adapter(path: Path) -> bool:
     return bool(roots(archive)) and not config_files(archive)
 
 
-def read_adapter(path: Path, base: SourceCheckpoint) -> Adapter:
+def read_adapter(path: Path, base: SourceCheckpoint) -> LearnedAdapter:
     """The adapter, for `base`.
 
     Raises CheckpointError for what is damaged, a whole model, or not supported.

@@ -163,7 +163,7 @@ def _sum(values: NDArray[Any], unit: NDArray[Any]) -> NDArray[Any]:
 
 
 @dataclass(frozen=True)
-class Adapter:
+class LearnedAdapter:
     """The contents of one checkpoint of an adapter.
 
     updates:  name of a tensor of the maker's model -> what was learned for it, in order
