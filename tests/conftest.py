@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import hypothesis
 import pytest
 
 if TYPE_CHECKING:
@@ -27,12 +28,18 @@ CHECKOUT = Path(__file__).resolve().parent.parent
 SHARED_SERVER = "shared_server"  # the fixture below
 SLURM_CLUSTERS = 2
 # The longest first, and those that wait beside those that compute.
-START_ORDER = ("slurm 0", SHARED_SERVER, "slurm 1", "tests/server/", "tests/engine/", "tests/")
+START_ORDER = ("slurm 0", SHARED_SERVER, "slurm 1", "tests/server/", "tests/engine/", "")
 Golden = Callable[[str, str], None]
 
 # Before torch is imported, and for all that tests start: threads that wait for each other on
 # processors that are shared with other tests take twice the time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A busy machine is slow to draw examples and to run with them.
+hypothesis.settings.register_profile(
+    "busy", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("busy")
 
 # Collection makes a million objects that stay: a search for garbage among them costs a third.
 gc.disable()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
@@ -111,7 +111,7 @@ SHAPES = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25)
 @given(
     shape=SHAPES,
     form=st.sampled_from(["nemo", "mcore", "zarr"]),

@@ -38,7 +38,7 @@ def test_every_version_and_cut_gives_the_same_files(
     assert weight_bytes(other) == weight_bytes(plain)
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=10, suppress_health_check=list(HealthCheck))
 @given(
     version=st.integers(0, 3),
     source=st.sampled_from([(1, 1), (2, 1), (4, 1), (1, 2), (2, 4)]),

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
@@ -92,7 +92,7 @@ def test_every_tensor_arrives(case: str, tp_size: int, tmp_path: Path) -> None:
     check(export_folder(tmp_path / "source", tmp_path, tp_size), config, stored)
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=15)
 @given(
     case=st.sampled_from(sorted(CASES)),
     ranks=st.sampled_from([1, 2, 4]),

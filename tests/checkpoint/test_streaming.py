@@ -23,7 +23,7 @@ def content(columns: list[np.ndarray], dtype: np.dtype, **more: bool) -> bytes:
     return b"".join(np.ascontiguousarray(piece).tobytes() for piece in pieces)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     rows=st.integers(1, 700),
     widths=st.lists(st.integers(1, 40), min_size=1, max_size=4),

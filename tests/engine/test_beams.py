@@ -92,8 +92,21 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-@pytest.mark.parametrize("kind", ["gpt", "alibi", "agm", "t5"])
+# Every setting with a decoder alone and behind an encoder, and every kind with two settings.
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        pytest.param(
+            kind,
+            name,
+            marks=[]
+            if kind in ("gpt", "t5") or name in ("length", "penalty_per_sibling")
+            else [pytest.mark.slow],
+        )
+        for kind in ("gpt", "alibi", "agm", "t5")
+        for name in SETTINGS
+    ],
+)
 def test_a_search_is_the_plain_one(name, kind):
     if kind == "t5":
         config = t5_config(**VARIANTS["google"], end_id=END)

@@ -124,8 +124,8 @@ def check(output: GenerateOutput, theirs: Any, penalty: float) -> None:
     ],
 )
 def test_width_and_length_penalty(pair: Pair, width, penalty):
-    for ids in SOURCES if width < 16 else SOURCES[:2]:  # transformers is slow
-        for count in (1, 2, 8):
+    for ids in SOURCES if width < 16 else SOURCES[:1]:  # transformers is slow
+        for count in (1, 2, 8) if width < 64 else (2, 8):
             ours = pair.ours(ids, width, count, len_penalty=penalty)
             check(ours, pair.theirs(ids, width, count, length_penalty=penalty), penalty)
 

@@ -153,11 +153,11 @@ def answers_of(engine: Engine, requests: list[GenerateRequest]) -> list:
 REQUESTS = [
     GenerateRequest(
         (*text(70, seed % 2), *text(5 + seed, seed)),
-        30,
+        20,
         SamplingParameters() if seed % 2 else SAMPLED,
         return_log_probs=True,
     )
-    for seed in range(8)
+    for seed in range(6)
 ]
 
 

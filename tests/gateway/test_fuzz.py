@@ -41,7 +41,7 @@ def client() -> Any:
 
 
 @pytest.mark.parametrize("path", BODIES)
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(data=st.data())
 def test_no_body_makes_the_gateway_fail(client: Any, path: str, data: st.DataObject) -> None:
     names = st.sampled_from([*BODIES[path].model_fields, "unknown"])
@@ -57,7 +57,7 @@ def test_no_body_makes_the_gateway_fail(client: Any, path: str, data: st.DataObj
     assert (gateway.admission.running, gateway.admission.waiting, gateway.life.working) == (0, 0, 0)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(body=st.binary(max_size=200))
 def test_no_bytes_make_the_gateway_fail(client: Any, body: bytes) -> None:
     answer = client.post("/v1/completions", content=body)

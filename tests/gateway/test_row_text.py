@@ -58,7 +58,7 @@ def shown(piece: TextIncrement) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(text=TEXTS, cuts=st.lists(st.integers(0, 200), max_size=40), prompt=st.text(max_size=5))
 def test_a_texts_pieces_are_the_text(kind: str, text: str, cuts: list[int], prompt: str) -> None:
     tokenizer = KINDS[kind]
@@ -102,7 +102,7 @@ def test_a_piece_of_several_tokens_knows_its_parts(kind: str, text: str) -> None
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(data=st.data(), cuts=st.lists(st.integers(0, 200), max_size=40))
 def test_any_ids_pieces_are_their_decoding(kind: str, data: st.DataObject, cuts: list[int]) -> None:
     """Of models that write bytes which are not characters, too."""
@@ -113,7 +113,7 @@ def test_any_ids_pieces_are_their_decoding(kind: str, data: st.DataObject, cuts:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(data=st.data(), text=TEXTS, cuts=st.lists(st.integers(0, 200), max_size=40))
 def test_a_stop_text_is_found_wherever_it_lies(
     kind: str, data: st.DataObject, text: str, cuts: list[int]
@@ -130,7 +130,7 @@ def test_a_stop_text_is_found_wherever_it_lies(
     assert (found[-1].finish_reason, found[-1].stop_reason) == ("stop", stop)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(text=TEXTS, cuts=st.lists(st.integers(0, 200), max_size=40))
 def test_offsets_say_where_tokens_begin(text: str, cuts: list[int]) -> None:
     assume("<|endoftext|>" not in text)  # a token that is not shown
