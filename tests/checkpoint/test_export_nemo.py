@@ -111,7 +111,7 @@ SHAPES = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(
     shape=SHAPES,
     form=st.sampled_from(["nemo", "mcore", "zarr"]),

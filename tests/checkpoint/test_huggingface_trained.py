@@ -25,7 +25,7 @@ def trained(shared_dir: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("tp_size", "data_type"),
-    [pytest.param(1, "fp32", marks=pytest.mark.slow), (2, "bf16"), (4, "fp32")],
+    [(2, "bf16"), *(pytest.param(tp, "fp32", marks=pytest.mark.slow) for tp in (1, 4))],
 )
 def test_greedy_translation(
     shared_dir: Path, trained: Path, tmp_path: Path, tp_size: int, data_type: str

@@ -92,7 +92,7 @@ def test_every_tensor_arrives(case: str, tp_size: int, tmp_path: Path) -> None:
     check(export_folder(tmp_path / "source", tmp_path, tp_size), config, stored)
 
 
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(
     case=st.sampled_from(sorted(CASES)),
     ranks=st.sampled_from([1, 2, 4]),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import json
-import multiprocessing
 import os
 import signal
 import sys
@@ -19,15 +18,7 @@ import pytest
 from launcher_scripts.common.processes import Activity, is_suspended
 from launcher_scripts.engine.ranks import ranks, worker
 from launcher_scripts.engine.ranks.peers import RankOrder
-
-FORKSERVER = multiprocessing.get_context("forkserver")
-FORKSERVER.set_forkserver_preload(
-    [
-        worker.__name__,
-        "launcher_scripts.engine.runner.loading",
-        "launcher_scripts.engine.distributed.communicator",
-    ]
-)
+from tests.forked_steps import FORKSERVER
 
 
 class ForkedRank:

@@ -15,7 +15,7 @@ from launcher_scripts.engine.distributed.communicator import (
     join_store,
     open_store,
 )
-from tests.engine.conftest import FORKSERVER
+from tests.forked_steps import FORKSERVER
 
 
 def count(parallelism: Parallelism, rank: int, port: int, results: Queue[int]) -> None:

@@ -22,9 +22,13 @@ CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
 
 
 @contextmanager
-def opened(address: str) -> Iterator[socket.socket]:
+def opened(address: str, buffer: int = 1 << 16) -> Iterator[socket.socket]:
+    """A connection; buffer: bytes of answers that wait for their reader"""
     found = urlsplit(address)
-    with socket.create_connection((str(found.hostname), int(found.port or 0)), 60) as link:
+    with socket.socket() as link:
+        link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+        link.settimeout(60)
+        link.connect((str(found.hostname), int(found.port or 0)))
         yield link
 
 
@@ -131,11 +135,11 @@ def test_a_request_that_was_complete_may_take_its_time(monkeypatch: pytest.Monke
 def test_a_client_that_reads_nothing_gives_its_places_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its answer is larger than all buffers on the way, so the gateway would wait indefinitely."""
     monkeypatch.setattr(BoundedProtocol, "unread_seconds", 0.2)
-    backend = FakeBackend(lambda _: [5] * 100_000, at_once=100)
+    backend = FakeBackend(lambda _: [5] * 20_000, at_once=100)
     app = make_app([served(backend, max_len=None)], SETTINGS)
-    values = {"prompt": "Hello", "max_tokens": 100_000, "n": 4, "stream": True}
+    values = {"prompt": "Hello", "max_tokens": 20_000, "n": 4, "stream": True}
     body = json.dumps({**values, "stop": "never" * 9}).encode()
-    with listening(app) as address, opened(address) as link:
+    with listening(app) as address, opened(address, buffer=4096) as link:
         link.sendall(POST + b"Content-Length: %d\r\n\r\n" % len(body) + body)
         wait_for(lambda: app.state.gateway.admission.running)
         wait_for(lambda: not app.state.gateway.life.working)

@@ -31,7 +31,7 @@ INTERPRETER_WARNINGS = ("-W", "ignore:Conversion of an array:DeprecationWarning"
 @pytest.mark.parametrize(
     "chosen",
     [
-        pytest.param(["--share", "24", *CHECKS], id="a share"),
+        pytest.param(["--share", "48", *CHECKS], id="a share"),
         *(pytest.param([path], marks=pytest.mark.slow, id=path.name) for path in CHECKS),
     ],
 )

@@ -17,31 +17,38 @@ from typing import Any
 
 from launcher_scripts.config.settings import DeploySettings, ExportSettings, write_settings
 from launcher_scripts.steps import convert_checkpoint, write_model_repository
+from tests.forked_steps import CHECKOUT, STEPS, ForkedStep
 from tests.processes import command_line, processes, variables, wait_for
 
 MARK = "LAUNCHER_TEST_MARK"
-CHECKOUT = Path(__file__).resolve().parents[2]
 
 
 class StepProcess:
     """`python -m launcher_scripts.steps.<step>` in its own process.
 
     Every process it starts inherits a mark of its own, by which survivors are found.
+
+    forked: from a process that has imported the step, which is quicker
     """
 
-    def __init__(self, folder: Path, step: str, *arguments: str) -> None:
+    def __init__(self, folder: Path, step: str, *arguments: str, forked: bool = True) -> None:
         self._mark = f"{MARK}={uuid.uuid4().hex}"
         folder.mkdir(parents=True, exist_ok=True)
         self._out = (folder / "out.txt").open("w+")
         self._err = (folder / "err.txt").open("w+")
         name, value = self._mark.split("=")
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", f"launcher_scripts.steps.{step}", *arguments],
-            cwd=CHECKOUT,
-            env={**os.environ, name: value},
-            stdout=self._out,
-            stderr=self._err,
-        )
+        env = {**os.environ, name: value}
+        self.process: ForkedStep | subprocess.Popen[bytes]
+        if forked:
+            self.process = ForkedStep(step, arguments, env, (self._out.name, self._err.name))
+        else:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", f"{STEPS}.{step}", *arguments],
+                cwd=CHECKOUT,
+                env=env,
+                stdout=self._out,
+                stderr=self._err,
+            )
 
     @property
     def out(self) -> str:
@@ -65,9 +72,13 @@ class StepProcess:
         return self.wait()
 
     def survivors(self) -> list[tuple[int, str]]:
-        """(pid, command line) of the living processes that carry the mark."""
+        """(pid, command line) of the living processes that carry the mark, and of the step."""
         mark = self._mark.encode()
-        return [(pid, command_line(pid)) for pid, _ in processes() if mark in variables(pid)]
+        return [
+            (pid, command_line(pid))
+            for pid, _ in processes()
+            if mark in variables(pid) or (pid == self.process.pid and not self.finished())
+        ]
 
     def suspend(self) -> set[int]:
         """Suspend all of these processes, also those that are started meanwhile."""
@@ -92,13 +103,12 @@ class StepProcess:
 class RunningStep(StepProcess):
     """The step start_server."""
 
-    def __init__(self, settings: DeploySettings, folder: Path) -> None:
+    def __init__(self, settings: DeploySettings, folder: Path, forked: bool = True) -> None:
         self.settings = settings
         write_settings(settings, folder / "settings.yaml")
         number = [] if settings.replica is None else ["--replica", str(settings.replica)]
-        super().__init__(
-            folder, "start_server", "--settings", str(folder / "settings.yaml"), *number
-        )
+        arguments = ("--settings", str(folder / "settings.yaml"), *number)
+        super().__init__(folder, "start_server", *arguments, forked=forked)
 
     def wait_until_ready(self, timeout: float = 300) -> dict[str, Any]:
         wait_for(lambda: self.settings.ready_file.exists() or self.finished(), timeout, self.said)
@@ -133,7 +143,9 @@ def run_export(settings: ExportSettings, folder: Path) -> Path:
 
 
 @contextlib.contextmanager
-def running(folder: Path, repository: Path, **more: Any) -> Iterator[RunningStep]:
+def running(
+    folder: Path, repository: Path, *, forked: bool = True, **more: Any
+) -> Iterator[RunningStep]:
     """The step with free ports on the loopback address, closed at the end."""
     values = {
         "http_port": 0,
@@ -148,7 +160,7 @@ def running(folder: Path, repository: Path, **more: Any) -> Iterator[RunningStep
         results_dir=str(folder / "results"),
         **{**values, **more},
     )
-    step = RunningStep(settings, folder)
+    step = RunningStep(settings, folder, forked)
     try:
         yield step
     finally:

@@ -86,7 +86,7 @@ def test_ready_then_stopped(
     folder = tmp_path / name
     repository = make_repository(folder)
     monkeypatch.setenv("TMPDIR", str(folder))
-    with running(tmp_path / "job", repository) as step:
+    with running(tmp_path / "job", repository, forked=False) as step:
         ready = step.wait_until_ready()
         host, _, port = ready["http"].partition(":")
         assert host == "127.0.0.1"
