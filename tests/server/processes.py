@@ -32,6 +32,7 @@ class StepProcess:
     """
 
     def __init__(self, folder: Path, step: str, *arguments: str, forked: bool = True) -> None:
+        self._step = step
         self._mark = f"{MARK}={uuid.uuid4().hex}"
         folder.mkdir(parents=True, exist_ok=True)
         self._out = (folder / "out.txt").open("w+")
@@ -74,11 +75,12 @@ class StepProcess:
     def survivors(self) -> list[tuple[int, str]]:
         """(pid, command line) of the living processes that carry the mark, and of the step."""
         mark = self._mark.encode()
-        return [
+        found = [
             (pid, command_line(pid))
             for pid, _ in processes()
-            if mark in variables(pid) or (pid == self.process.pid and not self.finished())
+            if pid != self.process.pid and mark in variables(pid)
         ]
+        return found if self.finished() else [(self.process.pid, self._step), *found]
 
     def suspend(self) -> set[int]:
         """Suspend all of these processes, also those that are started meanwhile."""
