@@ -394,7 +394,8 @@ QWEN3_5 = {
     **GATED_ATTENTION,
     **_delta(_LINEAR, ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), "delta_side_by_side"),
 }
-_FEED_FORWARD = {"dense_h_to_4h": "w1", "dense_h_to_4h_2": "w3", "dense_4h_to_h": "w2"}
+_FEED = "layers.*.feed_forward"
+_EXPERT = {"dense_h_to_4h": "w1", "dense_h_to_4h_2": "w3", "dense_4h_to_h": "w2"}
 LFM2 = {
     "final_layernorm": Source(("embedding_norm",)),
     "layers.*.input_layernorm": Source(("layers.*.operator_norm",)),
@@ -402,14 +403,16 @@ LFM2 = {
     **_attention("layers.*.self_attn", "out_proj"),
     "layers.*.attention.query_norm": Source(("layers.*.self_attn.q_layernorm",)),
     "layers.*.attention.key_norm": Source(("layers.*.self_attn.k_layernorm",)),
-    **_mlp("", "layers.*.feed_forward", **_FEED_FORWARD),
+    **_mlp("", _FEED, **_EXPERT),
+    **_mlp("experts.#.", f"{_FEED}.experts.#", **_EXPERT),
+    "layers.*.mlp.router": Source((f"{_FEED}.gate",), "transposed"),
+    _EXPERT_BIAS: Source((f"{_FEED}.expert_bias",), "summands"),
     "layers.*.short_conv.in_proj": Source(("layers.*.conv.in_proj",), "transposed"),
     "layers.*.short_conv.conv": Source(("layers.*.conv.conv",), "conv_taps"),
     "layers.*.short_conv.out_proj": Source(("layers.*.conv.out_proj",), "transposed"),
 }
 _KIMI = "layers.*.self_attn"
 _SPARSE = "layers.*.block_sparse_moe"
-_EXPERT = {"dense_h_to_4h": "w1", "dense_h_to_4h_2": "w3", "dense_4h_to_h": "w2"}
 KIMI_LINEAR = {
     "layers.*.kimi_delta.in_proj": Source(
         tuple(f"{_KIMI}.{part}_proj" for part in "qkvb"), "transposed_columns"

@@ -208,6 +208,11 @@ GEMMA4 = {
         )
     },
 }
+# Of files that have both halves of an expert in one tensor.
+GEMMA4_JOINED = {
+    f"{_MLP}.experts.#.{name}": Source(("layers.*.experts.#.gate_up_proj",), f"{half}_half")
+    for name, half in (("dense_h_to_4h", "first"), ("dense_h_to_4h_2", "second"))
+}
 _ALTUP = "layers.*.altup"
 GEMMA3N = GEMMA4 | {
     "layers.*.laurel.down": Source(("layers.*.laurel.linear_left",), "transposed"),
@@ -224,4 +229,4 @@ GEMMA3N = GEMMA4 | {
         for name, key in (("in", "altup_projections"), ("out", "altup_unembed_projections"))
     },
 }
-DIALECTS = {"gemma4": GEMMA4, "gemma3n": GEMMA3N}
+DIALECTS = {"gemma4": GEMMA4, "gemma4_joined": GEMMA4_JOINED, "gemma3n": GEMMA3N}

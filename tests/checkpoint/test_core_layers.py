@@ -22,7 +22,8 @@ from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.engine.engine import Engine, EngineSettings
 from tests.checkpoint import core_maker
 from tests.checkpoint.core_maker import State
-from tests.checkpoint.exporting import export_folder, refused_export
+from tests.checkpoint.exporting import export_folder, open_weights, refused_export
+from tests.checkpoint.kept_lora import check_kept
 from tests.checkpoint.test_core_experts import write_zarr
 from tests.checkpoint.tiny_models import LATER_DECODERS, TinyModel
 from tests.engine.test_hybrids import FAMILIES, made
@@ -332,6 +333,61 @@ def test_lora_of_mamba_is_merged(form: str, tmp_path: Path) -> None:
     for path in exports[1].glob("*.bin"):
         got = np.fromfile(exports[0] / path.name, np.float32)
         np.testing.assert_allclose(got, np.fromfile(path, np.float32), rtol=1e-5, atol=1e-5)
+
+
+LATENT = ("q_down_proj", "q_up_proj", "kv_down_proj", "kv_up_proj", "proj")
+
+
+@pytest.mark.parametrize("kind", ["latent", "delta", "delta in parts"])
+def test_lora_of_latent_attention_and_delta_nets(kind: str, tmp_path: Path) -> None:
+    """Merged, and kept beside the weights for requests to choose."""
+    model = grouped_deepseek() if kind == "latent" else made("qwen3_next")
+    maker = "deepseek" if kind == "latent" else "qwen3_next"
+    tensors = getattr(core_maker, maker)(model)
+    options = getattr(core_maker, f"{maker}_options")(model.config)
+    stem = "decoder.layers.0.self_attention"
+    modules = [f"linear_{name}" for name in LATENT] if kind == "latent" else ["in_proj", "out_proj"]
+    adapter: State = {}
+    changed = dict(tensors)
+    for module in modules:
+        name = f"{stem}.{module}.weight"
+        parts = {key: values for key, values in tensors.items() if key.startswith(name)}
+        rows, columns = (
+            sum(len(part) for part in parts.values()),
+            next(iter(parts.values())).shape[1],
+        )
+        pair = lora(f"{stem}.{module}", rows, columns)
+        down, up = pair.values()
+        updates = (2 * up @ down).split([len(part) for part in parts.values()])
+        changed |= {
+            key: values + update
+            for (key, values), update in zip(parts.items(), updates, strict=True)
+        }
+        if kind == "delta in parts" and len(parts) > 1:
+            key = f"{stem}.{module}.adapter.linear_out.weight"
+            sizes = {part.rpartition(".")[2]: len(values) for part, values in parts.items()}
+            pair |= dict(core_maker.cut(key, pair.pop(key), sizes))
+        adapter |= pair
+    for name, state in (("base", tensors), ("merged", changed)):
+        core_maker.write(tmp_path / name, state, options)
+    core_maker.write(tmp_path / "lora", adapter, {"tensor_model_parallel_size": 1})
+    raw = yaml.safe_load((tmp_path / "lora" / "run_config.yaml").read_text())
+    peft = {"_target_": "megatron.bridge.peft.lora.LoRA", "alpha": 8, "dim": 4}
+    raw["peft"] = {**peft, "target_modules": [f"*.layers.0.*.{module}" for module in modules]}
+    (tmp_path / "lora" / "run_config.yaml").write_text(yaml.safe_dump(raw))
+    adapters = (str(tmp_path / "lora"),)
+    want, _ = open_weights(export_folder(tmp_path / "merged", tmp_path / "a", 2, processes=1))
+    got, config = open_weights(
+        export_folder(
+            tmp_path / "base", tmp_path / "b", 2, processes=1, adapter_checkpoints=adapters
+        )
+    )
+    for name in want.rows:
+        for layer in range(config.num_layers):
+            if f"layers.{layer}." in name:
+                torch.testing.assert_close(got[name], want[name], rtol=1e-5, atol=1e-5)
+    kept = check_kept(tmp_path / "base", tmp_path / "c", adapters, [want])
+    assert len(kept.parts.lora_targets) == len(modules)
 
 
 @pytest.mark.parametrize(

@@ -224,6 +224,26 @@ def test_unknown_model_types_are_answered_with_the_known_ones() -> None:
         architecture({"model_type": "rwkv"}, Path("config.json"))
 
 
+def test_relatives_that_are_not_read_say_why() -> None:
+    with pytest.raises(
+        CheckpointError, match="not supported: its layers have Mamba-1; got 'jamba'"
+    ):
+        architecture({"model_type": "jamba"}, Path("config.json"))
+
+
+@pytest.mark.parametrize(
+    ("said", "caps"),
+    [({}, (50.0, 30.0)), ({"attn_logit_softcapping": None, "sliding_window": None}, (None, 30.0))],
+)
+def test_keys_that_a_file_lacks_mean_what_the_class_takes_for_them(said: Any, caps: Any) -> None:
+    sizes = {"vocab_size": 67, "intermediate_size": 8, "max_position_embeddings": 32}
+    sizes |= {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 2}
+    found = gemma.gemma2(raw({"model_type": "gemma2", **sizes, **said}))
+    assert (found.attention_softcap, found.logits_softcap) == caps
+    assert found.sliding_window == (None if said else 4096)
+    assert (found.start_id, found.end_id, found.pad_id) == (2, 1, 0)
+
+
 GPT2 = {"model_type": "gpt2", "vocab_size": 9, "n_embd": 8, "n_layer": 1, "n_head": 2}
 LLAMA = {
     "model_type": "llama",

@@ -19,7 +19,8 @@ from launcher_scripts.common.errors import CheckpointError
 from launcher_scripts.evaluation.tasks.transformers_model import TransformersModel
 from tests.checkpoint.engine_answers import check_continued
 from tests.checkpoint.exporting import change_json, export_folder
-from tests.checkpoint.tiny_models import LLAMA
+from tests.checkpoint.tiny_models import LATER_DECODERS, LLAMA
+from tests.engine.test_hybrids import made
 
 PROMPT = (5, 17, 2, 40, 66, 31, 8)
 LENGTH = 6
@@ -74,6 +75,18 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         "Gemma4ForConditionalGeneration",
         {**WIDE, "hidden_size_per_layer_input": 0, "global_head_dim": 16, "sliding_window": 4},
         {**VISION, "num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 16},
+    ),
+    "cohere2_vision": (
+        "Cohere2Vision",
+        "Cohere2VisionForConditionalGeneration",
+        {**WIDE, "model_type": "cohere2", "sliding_window": 4},
+        VISION,
+    ),
+    "lfm2_vl": (
+        "Lfm2Vl",
+        "Lfm2VlForConditionalGeneration",
+        {**TEXT, "model_type": "lfm2", "layer_types": ["conv", "full_attention"]},
+        VISION,
     ),
     "idefics3": (
         "Idefics3",
@@ -148,11 +161,11 @@ def make(name: str) -> Any:
     config = getattr(transformers, f"{kind}Config")(
         text_config=text, vision_config=vision, tie_word_embeddings=False, **special
     )
-    made = getattr(transformers, model)(config).eval()
+    whole = getattr(transformers, model)(config).eval()
     with torch.no_grad():
-        for parameter in made.parameters():
+        for parameter in whole.parameters():
             parameter.normal_(0.05, 0.3)
-    return made
+    return whole
 
 
 def check(model: Any, folder: Path, tmp_path: Path) -> None:
@@ -171,7 +184,37 @@ def test_text_is_answered_as_the_whole_model_does(tmp_path: Path, name: str) -> 
 
 
 def test_every_row_is_tried() -> None:
-    assert {*MODELS, "gemma3n"} - {"ministral3"} == MULTIMODAL.keys()
+    assert {*MODELS, *PUBLISHED, "gemma3n"} - {"ministral3"} == MULTIMODAL.keys()
+
+
+# Model types whose whole classes need more than a test has -> the decoder, its class, how the
+# names of its tensors begin, and how published ones do.
+PUBLISHED = {
+    "kimi_k25": ("deepseek_v3", "KimiK25ForConditionalGeneration", "model."),
+    "nemotron_h_omni": ("nemotron_h", "NemotronH_Omni_Reasoning_V3", "backbone."),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_decoder_within_files_as_they_were_published(name: str, tmp_path: Path) -> None:
+    decoder, kind, prefix = PUBLISHED[name]
+    folder = tmp_path / "hf"
+    model = made(decoder) if decoder == "nemotron_h" else LATER_DECODERS[decoder].make()
+    model.save_pretrained(folder)
+    section = "llm_config" if name == "nemotron_h_omni" else "text_config"
+    published = {
+        "architectures": [kind],
+        "model_type": name,
+        section: json.loads((folder / "config.json").read_text()),
+        "vision_config": {"model_type": "radio"},
+    }
+    names = {old: f"language_model.{old}" for old in (prefix, "lm_head.")}
+    rewritten(folder, published, names)
+    tensors = load_file(folder / "model.safetensors")
+    for other in ("vision_tower.a", "vision_model.b", "mm_projector.c", "mlp1.0.d", "sound_e.f"):
+        tensors[other] = torch.ones(2, 2)
+    save_file(tensors, folder / "model.safetensors")
+    check(model, folder, tmp_path)
 
 
 def rewritten(folder: Path, config: dict[str, Any], names: dict[str, str]) -> None:

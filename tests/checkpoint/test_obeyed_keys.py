@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from launcher_scripts.checkpoint.sources import huggingface_architectures as table
+from launcher_scripts.checkpoint.sources import huggingface_classes as classes
 from launcher_scripts.checkpoint.sources.huggingface import without_prefix
 from launcher_scripts.checkpoint.sources.huggingface_raw import RawConfig
 from launcher_scripts.common.errors import CheckpointError, Problems
@@ -72,7 +73,7 @@ def outputs(model: PreTrainedModel, raw: dict[str, Any]) -> torch.Tensor | None:
 @pytest.mark.parametrize("key", OTHER)
 def test_a_key_that_transformers_ignores_is_refused(key: str) -> None:
     """Whether its class follows the key is seen from the logits."""
-    assert {*OTHER} == {*table.OBEYED}
+    assert {*OTHER} == {*classes.OBEYED}
     for model_type, name in by_type().items():
         model = {**LATER_DECODERS, **DECODERS}[name].make()
         raw = json.loads(json.dumps(model.config.to_dict(), default=str))
@@ -163,7 +164,7 @@ def ignored_keys(
 def read(raw: dict[str, Any], names: list[str]) -> Any:
     """Hyperparameters by the reader of the model type; None if it refuses."""
     values = RawConfig(raw, names, Problems("it"))
-    table.reject_disobeyed(values)
+    classes.reject_disobeyed(values)
     try:
         config = table.ARCHITECTURES[raw["model_type"]].read(values)
     except CheckpointError:
@@ -204,7 +205,7 @@ def classes_of(model_type: str) -> set[str]:
 def noted(model_type: str, allowed: bool = False, **said: Any) -> RawConfig:
     values = RawConfig({"model_type": model_type}, [], Problems("it"))
     row = table.ARCHITECTURES.get(model_type, table.ARCHITECTURES["llama"])
-    table.check_classes(values, {"model_type": model_type, **said}, row.family, allowed)
+    classes.check_classes(values, {"model_type": model_type, **said}, row.family, allowed)
     return values
 
 

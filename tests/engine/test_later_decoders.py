@@ -27,12 +27,13 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
 from launcher_scripts.common.errors import CheckpointError
 from launcher_scripts.common.parallelism import Parallelism
-from launcher_scripts.contract.requests import GenerateRequest
+from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
 from launcher_scripts.engine.engine import Engine, EngineSettings
 from launcher_scripts.engine.runner.loading import PREFILL_TOKENS
 from launcher_scripts.engine.runner.tracing import TracedModel
 from tests.checkpoint.exporting import export_folder
 from tests.checkpoint.tiny_models import LATER_DECODERS, LLAMA, LLAMA_31_ROPE, UNTIED
+from tests.engine.test_beams_transformers import Pair
 
 SHORT = (5, 17, 2, 40, 66, 31, 8)
 LONG = (*SHORT, 9, 9, 50, 21, 3, 60, 44, 12, 13, 37, 5, 28, 1, 64, 30, 7)
@@ -185,7 +186,7 @@ GEMMA: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 8,
     "sliding_window": 7,
-    "max_position_embeddings": 128,
+    "max_position_embeddings": 600,
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
     "hidden_size_per_layer_input": 8,
     "vocab_size_per_layer_input": 67,
@@ -303,3 +304,52 @@ def test_a_stage_of_layers_that_all_share_gets_keys_and_values(
             assert ids == followed(model, prompt, ids)[1]
     finally:
         engine.close()
+
+
+GEMMAS = ("gemma4_text", "gemma4_inputs", "gemma4_experts", "gemma3n_text")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantization", ["int8", "fp8"])
+@pytest.mark.parametrize("name", GEMMAS)
+def test_a_gemma_s_weights_in_bytes_stay_near(name: str, quantization: Any, tmp_path: Path) -> None:
+    model = MADE[name](tmp_path / "hf")
+    folder = export_folder(tmp_path / "hf", tmp_path)
+    settings = EngineSettings(folder, device="cpu", quantization=quantization)
+    engine = Engine.load(settings)
+    try:
+        request = GenerateRequest(LONG, 4, end_id=NO_END, return_context_logits=True)
+        found = torch.as_tensor(engine.submit(request).result(120).context_logits)
+    finally:
+        engine.close()
+    with torch.no_grad():
+        expected = model(torch.tensor([LONG])).logits[0]
+    error = ((found - expected).norm(dim=1) / expected.norm(dim=1)).median()
+    assert 1e-5 < float(error) < (0.15 if quantization == "int8" else 0.35)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", GEMMAS)
+def test_a_gemma_s_rows_lose_their_place_and_its_beams_part(name: str, tmp_path: Path) -> None:
+    """Rows that do not fit the cache together, a beam search, and 500 tokens of one row."""
+    model = MADE[name](tmp_path / "hf")
+    folder = export_folder(tmp_path / "hf", tmp_path)
+    limit = 96 if name == "gemma4_text" else 500
+    engine = Engine.load(EngineSettings(folder, device="cpu", max_batch_size=4, max_tokens=530))
+    try:
+        prompts = [(*LONG, *range(1, 2 + n)) for n in range(4)]
+        requests = [GenerateRequest(each, min(limit, 150), end_id=NO_END) for each in prompts]
+        futures = [engine.submit(request) for request in requests]
+        rows = [list(future.result(300).output_ids) for future in futures]
+        sampling = SamplingParameters(beam_width=3, len_penalty=1.0)
+        request = GenerateRequest(LONG, 12, end_id=NO_END - 1, sampling=sampling)
+        beams = [list(beam.output_ids) for beam in engine.submit(request).result(120).beams]
+        request = GenerateRequest(SHORT, limit, end_id=NO_END)
+        long = list(engine.submit(request).result(300).output_ids)
+        pair = Pair(model, engine, NO_END - 1)
+        assert beams == pair.theirs(LONG, 3, 12)[0]
+    finally:
+        engine.close()
+    for prompt, row in (*zip(prompts, rows, strict=True), (SHORT, long)):
+        assert row == followed(model, prompt, row)[1]
+    assert len(long) == limit

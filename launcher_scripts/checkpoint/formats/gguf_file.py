@@ -214,13 +214,23 @@ def readable_types() -> dict[int, str]:
     return result
 
 
-def read_tensor(tensor: ReaderTensor, index: int | None = None) -> NDArray[Any]:
+def read_tensor(
+    tensor: ReaderTensor, index: int | None = None, columns: slice | None = None
+) -> NDArray[Any]:
     """The values as float32, rows as output features: a view of the file where it has them so.
 
     index: the one that is wanted along the first axis; default: all
+    columns: of a matrix; where blocks begin and end with them, no other one is dequantised
     """
     data = tensor.data if index is None else tensor.data[index]
+    block, size = GGML_QUANT_SIZES[tensor.tensor_type]
+    if data.dtype != np.uint8:
+        size = 1
+    if columns is not None and columns.start % block == columns.stop % block == 0:
+        data = data[:, columns.start // block * size : columns.stop // block * size]
+        columns = None
     values = dequantize(data, tensor.tensor_type).astype(np.float32, copy=False)
+    values = values if columns is None else values[:, columns]
     if tensor.data_offset + tensor.n_bytes > _file_size(tensor.data):
         raise CheckpointError(f"the GGUF file became shorter while {tensor.name} was read")
     return values

@@ -260,6 +260,10 @@ class SourceTensor:
         )
         return SourceTensor(self.shape[1:], self.dtype, pieces)
 
+    def columns(self, part: slice) -> SourceTensor:
+        """Some columns of a matrix."""
+        return SourceTensor.full(self.read()[:, part])
+
 
 def same_values(one: SourceTensor, other: SourceTensor) -> bool:
     """True if two tensors hold the same values; one storage is recognized without reading it."""

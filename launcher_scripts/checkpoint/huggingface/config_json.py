@@ -13,11 +13,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from launcher_scripts.checkpoint.sources.huggingface_architectures import (
-    ARCHITECTURES,
-    OBEYED,
-    reject_disobeyed,
-)
+from launcher_scripts.checkpoint.sources.huggingface_architectures import ARCHITECTURES
+from launcher_scripts.checkpoint.sources.huggingface_classes import OBEYED, reject_disobeyed
 from launcher_scripts.checkpoint.sources.huggingface_raw import ACTIVATIONS, RawConfig
 from launcher_scripts.checkpoint.sources.rotary_scaling import yarn_section
 from launcher_scripts.common.errors import CheckpointError, Problems, problem
@@ -169,7 +166,7 @@ _VALUES: dict[str, Callable[[Any], Any]] = {
     "scale_decoder_outputs": lambda config: config.logits_scale != 1.0,
 }
 # Of these, null and nothing say two things: the classes have sizes of their own.
-_NULL = ("q_lora_rank", "sliding_window")
+_NULL = ("q_lora_rank", "sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
 # Within rope_parameters: the name of a scaling, and its numbers.
 _ROPE_TYPES = {"factors": "longrope"}
 _ROPE: dict[str, Callable[[Any], Any]] = {
@@ -237,6 +234,7 @@ class _Proposal(RawConfig):
         self.model_type = raw.get("model_type")
         self.values = raw
         self.is_rope = section
+        self._defaults = {key: value for key, value in self._defaults.items() if key not in _NULL}
 
     def __call__(self, *names: str, default: Any = None) -> Any:
         self.read_keys.update(names)
@@ -435,6 +433,8 @@ _CLASS_STEMS = {
     "opt": "OPT",
     "xglm": "XGLM",
     "gemma3_text": "Gemma3",
+    "gemma3n_text": "Gemma3n",
+    "gemma4_text": "Gemma4",
     "smollm3": "SmolLM3",
     "stablelm": "StableLm",
     "ernie4_5": "Ernie4_5",
@@ -467,13 +467,12 @@ _CLASS_STEMS = {
 _CLASS_ENDS = {"gpt": "ForCausalLM", "t5": "ForConditionalGeneration"}
 _CLASSES = {"gpt2": "GPT2LMHeadModel", "marian": "MarianMTModel"}
 # Models that transformers has no class of, or some of whose tensors have no way back yet.
-NOT_WRITTEN = (
-    *("agm", "nemotron-nas", "switch_transformers", "kimi_linear", "gemma4_text", "gemma3n_text"),
-)
+NOT_WRITTEN = (*("agm", "nemotron-nas", "switch_transformers", "kimi_linear"),)
 # Model types that only a config.json of their own describes.
 _NOT_PROPOSED = (
     *(*NOT_WRITTEN, "llama4_text", "mimo_v2_flash", "lfm2", "nemotron_h", "bamba"),
     *("falcon_h1", "granitemoehybrid", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
+    *("lfm2_moe", "gemma4_text", "gemma3n_text"),
 )
 
 

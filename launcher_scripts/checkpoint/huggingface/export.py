@@ -43,6 +43,7 @@ from launcher_scripts.checkpoint.huggingface.tensors import (
     TargetTensor,
     centered,
     name_prefix,
+    of_all_layers,
     restacked,
     target_tensors,
     transformers_name,
@@ -254,6 +255,7 @@ def _model(
             first = first or ["its config.json cannot be told"] * _UNKNOWN
             continue
         raw |= {"vocab_size": config.vocab_size, "tie_word_embeddings": HEAD not in keys}
+        tensors = of_all_layers(tensors, raw, result)
         read = reading(raw, keys, config)
         if not result and not read.differences and tuple(dict.fromkeys(read.dialects)) == names:
             raw = config_with_token_ids(raw, read.config, config) | {

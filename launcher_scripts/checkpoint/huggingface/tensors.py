@@ -33,6 +33,11 @@ from launcher_scripts.checkpoint.layout.tasks import Task, source_of
 from launcher_scripts.checkpoint.sources.huggingface_stacked_experts import (
     ALTERNATE_TYPES,
     INPUTS_FIRST_TYPES,
+    LAYER_TABLE,
+    PROJECTION,
+    PROJECTION_NORM,
+    TABLE,
+    TABLE_ROWS,
     stacked_place,
 )
 from launcher_scripts.common.errors import CheckpointError
@@ -108,6 +113,7 @@ class TargetTensor:
     shape:     as it is written, also where that only adds axes to the rows
     columns:   number of parts whose rows are columns here; 0: none are
     alternate: these columns take turns
+    beside:    the parts lie side by side
     """
 
     name: str
@@ -115,6 +121,7 @@ class TargetTensor:
     parts: tuple[TensorPart, ...]
     columns: int = 0
     alternate: bool = False
+    beside: bool = False
 
     @property
     def size(self) -> int:
@@ -139,7 +146,12 @@ class TargetTensor:
             if self.alternate:
                 full = np.stack(arrays, axis=-1).reshape(full.shape)
             yield [full.view(sides[0].dtype)]
-        for part in () if self.columns else self.parts:
+        if self.beside:
+            sides = [matrix_of(_read(part, Workspace())) for part in self.parts]
+            step = max(_COMPARED // self.shape[1], 1)
+            for row in range(0, self.shape[0], step):
+                yield [side[row : row + step][: self.shape[0] - row] for side in sides]
+        for part in () if self.columns or self.beside else self.parts:
             yield from _read(part, workspace)
 
 
@@ -302,6 +314,47 @@ def _stacked(
     parts = tuple(part for _, _, tensor in members for part in tensor.parts)
     columns = sides if inputs_first else 0
     return TargetTensor(name, shape, parts, columns, model_type in ALTERNATE_TYPES)
+
+
+def of_all_layers(
+    tensors: Mapping[str, TargetTensor], raw: dict[str, Any], problems: list[str]
+) -> dict[str, TargetTensor]:
+    """The tensors, layers' parts of a table of all layers joined, and without values that are keys.
+
+    raw: config.json, which gets the rows of that table
+    """
+    result = dict(tensors)
+    tables = _popped(result, LAYER_TABLE)
+    if tables:
+        first = tables[0]
+        rows = min(raw.get(TABLE_ROWS) or first.shape[0], first.shape[0])
+        raw[TABLE_ROWS] = rows
+        columns = sum(table.shape[1] for table in tables)
+        parts = tuple(part for table in tables for part in table.parts)
+        result[TABLE] = TargetTensor(TABLE, (rows, columns), parts, beside=True)
+        for name in (PROJECTION, PROJECTION_NORM):
+            members = _popped(result, name)
+            if name == PROJECTION_NORM:
+                members = members[:1]
+            shape = (sum(member.shape[0] for member in members), *members[0].shape[1:])
+            parts = tuple(part for member in members for part in member.parts)
+            result[name] = TargetTensor(name, shape, parts)
+    for name in [name for name in result if raw.get("attention_k_eq_v") and ".k_proj." in name]:
+        kinds, layer = raw.get("layer_types") or (), int(name.split(".")[1])
+        if layer < len(kinds) and kinds[layer] == "full_attention":
+            keys, values = (
+                matrix_of([*tensor.groups(Workspace())])
+                for tensor in (result[name], result.pop(name.replace("k_proj", "v_proj")))
+            )
+            if not np.array_equal(plain(keys), plain(values)):
+                problems.append(f"{name} must be equal to the values' projection")
+    return result
+
+
+def _popped(tensors: dict[str, TargetTensor], name: str) -> list[TargetTensor]:
+    """Take the tensors of this name out, in the order of their layers."""
+    names = (key for key in tensors if re.fullmatch(rf"layers\.\d+\.{re.escape(name)}", key))
+    return [tensors.pop(key) for key in sorted(names, key=lambda key: int(key.split(".")[1]))]
 
 
 def transformers_name(name: str, prefix: str) -> str:

@@ -8,31 +8,25 @@ from __future__ import annotations
 from math import sqrt
 from typing import Any
 
+from launcher_scripts.checkpoint.sources import gguf_gemma as gemma
 from launcher_scripts.checkpoint.sources import gguf_hybrids as hybrids
 from launcher_scripts.checkpoint.sources import gguf_parameters as tensors
 from launcher_scripts.checkpoint.sources.gguf_parameters import (
     GGUFArchitecture,
     Model,
     common,
+    count,
+    experts,
     has_any,
     head_size,
+    llama,
     rotary,
-    silu_and_rms_norms,
     vocab_size,
 )
 
 
-def _llama(model: Model) -> dict[str, Any]:
-    return {
-        **rotary(model),
-        **silu_and_rms_norms(model.fields),
-        "attention_bias": "blk.0.attn_q.bias" in model.shapes,
-        "mlp_bias": "blk.0.ffn_up.bias" in model.shapes,
-    }
-
-
 def _mixtral(model: Model) -> dict[str, Any]:
-    return {**_llama(model), **_experts(model), "num_local_experts": _count(model)}
+    return {**llama(model), **experts(model), "num_local_experts": count(model)}
 
 
 def _qwen2moe(model: Model) -> dict[str, Any]:
@@ -49,95 +43,30 @@ def _qwen2moe(model: Model) -> dict[str, Any]:
 
 def _qwen3moe(model: Model) -> dict[str, Any]:
     return {
-        **_llama(model),
-        **_experts(model),
-        "num_experts": _count(model),
+        **llama(model),
+        **experts(model),
+        "num_experts": count(model),
         "norm_topk_prob": True,
     }
 
 
 def _gpt_oss(model: Model) -> dict[str, Any]:
     """Every other layer has the window, from the first on; YaRN does not round to whole pairs."""
-    llama, experts = _llama(model), _experts(model)
+    raw = {**llama(model), **experts(model)}
     return {
-        **llama,
-        **experts,
-        "intermediate_size": experts.get("moe_intermediate_size"),
-        "num_local_experts": _count(model),
-        "rope_parameters": {**llama["rope_parameters"], "truncate": False},
+        **raw,
+        "intermediate_size": raw.get("moe_intermediate_size"),
+        "num_local_experts": count(model),
+        "rope_parameters": {**raw["rope_parameters"], "truncate": False},
         "sliding_window": model.fields.size("attention.sliding_window"),
     }
 
 
-def _count(model: Model) -> int:
-    return model.fields.size("expert_count")
-
-
-def _experts(model: Model) -> dict[str, Any]:
-    """Return the fields of models with experts."""
-    stacked = model.shapes.get("blk.0.ffn_gate_exps.weight", (1, 1, 1))
-    if len(stacked) != 3 or 0 in stacked or stacked[0] != _count(model):
-        model.fields.problems.add("expert_count does not fit ffn_gate_exps", got=stacked)
-        return {}
-    return {
-        "num_experts_per_tok": model.fields.size("expert_used_count"),
-        "moe_intermediate_size": model.fields.size("expert_feed_forward_length", stacked[1]),
-    }
-
-
-def _gemma(model: Model) -> dict[str, Any]:
-    return {**_llama(model), "hidden_activation": "gelu_pytorch_tanh"}
-
-
-def _gemma2(model: Model) -> dict[str, Any]:
-    fields = model.fields
-    gemma = _gemma(model)
-    return {
-        **gemma,
-        "query_pre_attn_scalar": _attention_size(gemma, layers_of_27b=46),
-        "sliding_window": fields.size("attention.sliding_window", 4096),
-        "attn_logit_softcapping": fields.real("attn_logit_softcapping", 50.0),
-        "final_logit_softcapping": fields.real("final_logit_softcapping", 30.0),
-    }
-
-
-def _gemma3(model: Model) -> dict[str, Any]:
-    """Layers with a window rotate by a base of their own, unscaled."""
-    fields = model.fields
-    gemma = _gemma(model)
-    pattern = fields.get("attention.sliding_window_pattern", 6)
-    if isinstance(pattern, list):
-        kinds = ["sliding_attention" if windowed else "full_attention" for windowed in pattern]
-        layers: dict[str, Any] = {"layer_types": kinds}
-    else:
-        layers = {"sliding_window_pattern": pattern}
-    local = {"rope_theta": fields.real("rope.freq_base_swa", 10000.0)}
-    return {
-        **gemma,
-        **layers,
-        "query_pre_attn_scalar": _attention_size(gemma, layers_of_27b=62),
-        "sliding_window": fields.get("attention.sliding_window", 0) or None,
-        "final_logit_softcapping": fields.real("final_logit_softcapping", 0.0),
-        "rope_parameters": {
-            "full_attention": gemma["rope_parameters"],
-            "sliding_attention": local,
-        },
-    }
-
-
-def _attention_size(gemma: dict[str, Any], layers_of_27b: int) -> int:
-    """Return the number whose root divides scores; llama.cpp recognizes the largest model by its
-    depth."""
-    if gemma["num_hidden_layers"] == layers_of_27b:
-        return max(int(gemma["hidden_size"] // gemma["num_attention_heads"]), 1)
-    return int(gemma["head_dim"])
-
-
 def _phi3(model: Model) -> dict[str, Any]:
-    llama = _llama(model)
+    raw = llama(model)
     return {
-        **llama,
-        "original_max_position_embeddings": llama["rope_parameters"][
+        **raw,
+        "original_max_position_embeddings": raw["rope_parameters"][
             "original_max_position_embeddings"
         ],
         "sliding_window": model.fields.get("attention.sliding_window", 0) or None,
@@ -147,12 +76,12 @@ def _phi3(model: Model) -> dict[str, Any]:
 def _granite(model: Model) -> dict[str, Any]:
     """A multiplier that is 0 is none."""
     fields = model.fields
-    llama = _llama(model)
+    raw = llama(model)
     if fields.get("rope.scaling.finetuned", True) is not True:
         fields.problems.add("a granite without rotary positions is not supported")
     return {
-        **llama,
-        "attention_multiplier": fields.real("attention.scale", 0.0) or 1 / sqrt(llama["head_dim"]),
+        **raw,
+        "attention_multiplier": fields.real("attention.scale", 0.0) or 1 / sqrt(raw["head_dim"]),
         "embedding_multiplier": fields.real("embedding_scale", 0.0) or 1.0,
         "residual_multiplier": fields.real("residual_scale", 0.0) or 1.0,
         "logits_scaling": fields.real("logit_scale"),
@@ -193,11 +122,11 @@ def _stablelm(model: Model) -> dict[str, Any]:
 
 def _smollm3(model: Model) -> dict[str, Any]:
     """Every fourth layer does not turn, as llama.cpp has it."""
-    return {**_llama(model), "no_rope_layer_interval": 4}
+    return {**llama(model), "no_rope_layer_interval": 4}
 
 
 def _ernie4_5(model: Model) -> dict[str, Any]:
-    raw = _llama(model)
+    raw = llama(model)
     return {**raw, "use_bias": raw["attention_bias"]}
 
 
@@ -218,13 +147,13 @@ def _cohere2(model: Model) -> dict[str, Any]:
 def _mistral3(model: Model) -> dict[str, Any]:
     """Ministral 3: attention's YaRN factor is 1, as mscale is mscale_all_dim."""
     fields = model.fields
-    llama = _llama(model)
-    rope = dict(llama["rope_parameters"])
+    raw = llama(model)
+    rope = dict(raw["rope_parameters"])
     scale = fields.real("rope.scaling.yarn_log_multiplier", 0.0)
     if scale:
         rope |= {"mscale": scale, "mscale_all_dim": scale}
     beta = fields.real("attention.temperature_scale", 0.0)
-    return {**llama, "rope_parameters": {**rope, "llama_4_scaling_beta": beta}}
+    return {**raw, "rope_parameters": {**rope, "llama_4_scaling_beta": beta}}
 
 
 def _gptneox(model: Model) -> dict[str, Any]:
@@ -390,15 +319,6 @@ _GPTNEOX_NAMES = {
     "blk.*.ffn_down": "layers.*.mlp.dense_4h_to_h",
 }
 
-# The converter adds one to the scales of norms that count from one.
-_CENTRED = {
-    f"{name}.weight": tensors.LESS_ONE
-    for name in (
-        "output_norm",
-        *(f"blk.*.{part}_norm" for part in ("attn", "ffn", "post_attention", "post_ffw")),
-        *(f"blk.*.attn_{part}_norm" for part in "qk"),
-    )
-}
 _GROUPED = {"blk.*.attn_qkv": tensors.GROUPED}
 
 _MIXTRAL = GGUFArchitecture("mixtral", _mixtral, tensors.MIXTRAL_NAMES, tensors.HALVES)
@@ -410,15 +330,15 @@ _T5 = GGUFArchitecture("t5", _t5, {}, renamed=_t5_renamed, variant=_t5_row)
 ARCHITECTURES: dict[str, GGUFArchitecture] = {
     "llama": GGUFArchitecture(
         "llama",
-        _llama,
+        llama,
         tensors.LLAMA_NAMES,
         tensors.HALVES,
         variant=lambda model: _MIXTRAL if model.fields.get("expert_count", 0) else None,
     ),
-    "qwen2": GGUFArchitecture("qwen2", _llama, tensors.LLAMA_NAMES),
+    "qwen2": GGUFArchitecture("qwen2", llama, tensors.LLAMA_NAMES),
     "qwen2moe": GGUFArchitecture("qwen2_moe", _qwen2moe, tensors.QWEN_MOE_NAMES, _ONE_ROW),
     "qwen3moe": GGUFArchitecture("qwen3_moe", _qwen3moe, tensors.QWEN_MOE_NAMES),
-    "qwen3": GGUFArchitecture("qwen3", _llama, tensors.LLAMA_NAMES),
+    "qwen3": GGUFArchitecture("qwen3", llama, tensors.LLAMA_NAMES),
     "gpt-oss": GGUFArchitecture("gpt_oss", _gpt_oss, _GPT_OSS_NAMES),
     "gpt2": GGUFArchitecture(
         "gpt2",
@@ -430,23 +350,21 @@ ARCHITECTURES: dict[str, GGUFArchitecture] = {
         },
     ),
     "bloom": GGUFArchitecture("bloom", _bloom, _BLOOM_NAMES, _GROUPED),
-    "gemma": GGUFArchitecture("gemma", _gemma, tensors.LLAMA_NAMES, _CENTRED),
-    "gemma2": GGUFArchitecture("gemma2", _gemma2, tensors.GEMMA2_NAMES, _CENTRED),
-    "gemma3": GGUFArchitecture("gemma3_text", _gemma3, tensors.GEMMA2_NAMES, _CENTRED),
     "phi3": GGUFArchitecture("phi3", _phi3, tensors.PHI3_NAMES),
     "granite": GGUFArchitecture("granite", _granite, tensors.LLAMA_NAMES, tensors.HALVES),
-    "olmo2": GGUFArchitecture("olmo2", _llama, tensors.OLMO2_NAMES),
+    "olmo2": GGUFArchitecture("olmo2", llama, tensors.OLMO2_NAMES),
     "smollm3": GGUFArchitecture("smollm3", _smollm3, tensors.LLAMA_NAMES, tensors.HALVES),
     "stablelm": GGUFArchitecture("stablelm", _stablelm, tensors.LLAMA_NAMES),
-    "glm4": GGUFArchitecture("glm4", _llama, tensors.GLM4_NAMES),
+    "glm4": GGUFArchitecture("glm4", llama, tensors.GLM4_NAMES),
     "ernie4_5": GGUFArchitecture("ernie4_5", _ernie4_5, tensors.LLAMA_NAMES),
     "cohere2": GGUFArchitecture("cohere2", _cohere2, tensors.LLAMA_NAMES),
     "mistral3": GGUFArchitecture("ministral3", _mistral3, tensors.LLAMA_NAMES, tensors.HALVES),
     "starcoder2": GGUFArchitecture("starcoder2", _starcoder2, tensors.STARCODER2_NAMES),
-    "nemotron": GGUFArchitecture("nemotron", _nemotron, tensors.LLAMA_NAMES, _CENTRED),
+    "nemotron": GGUFArchitecture("nemotron", _nemotron, tensors.LLAMA_NAMES, tensors.CENTRED),
     "gptneox": GGUFArchitecture("gpt_neox", _gptneox, _GPTNEOX_NAMES, _GROUPED),
     "falcon": GGUFArchitecture("falcon", _falcon, _BLOOM_NAMES, _GROUPED, _falcon_names),
     "t5": _T5,
     "t5encoder": _T5,
+    **gemma.ARCHITECTURES,
     **hybrids.ARCHITECTURES,
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -36,6 +36,10 @@ from launcher_scripts.checkpoint.sources.huggingface_architectures import (
     ARCHITECTURES as HUGGINGFACE,
 )
 from launcher_scripts.checkpoint.sources.huggingface_raw import RawConfig
+from launcher_scripts.checkpoint.sources.huggingface_stacked_experts import (
+    GEMMAS_WITH_INPUTS,
+    tensors_of_layers,
+)
 from launcher_scripts.common.errors import CheckpointError, problem
 from launcher_scripts.models.family import ModelConfig
 
@@ -131,12 +135,14 @@ class QuantisedTensor(SourceTensor):
     heads:    for `restored`
     expert:   its place along the first axis, where the tensors of all experts are stored as one
     restored: what undoes llama.cpp's change of it, if there is one
+    part:     its columns
     """
 
     stored: ReaderTensor
     heads: Heads
     expert: int | None = None
     restored: Restored | None = None
+    part: slice | None = None
 
     @property
     def stored_dtype(self) -> np.dtype[Any]:
@@ -144,8 +150,11 @@ class QuantisedTensor(SourceTensor):
         return _STORED_DTYPES.get(self.stored.tensor_type, np.dtype("<f2"))
 
     def read(self, _workspace: Workspace | None = None, _name: str = "") -> NDArray[Any]:
-        values = read_tensor(self.stored, self.expert)
+        values = read_tensor(self.stored, self.expert, self.part)
         return values if self.restored is None else self.restored.apply(values, self.heads)
+
+    def columns(self, part: slice) -> SourceTensor:
+        return replace(self, shape=(self.shape[0], part.stop - part.start), part=part)
 
 
 @dataclass(frozen=True)
@@ -193,6 +202,8 @@ class GGUFCheckpoint(FullTensors):
             str(archive.path),
         )
         values = model.raw | _token_ids(metadata)
+        if row.model_type in GEMMAS_WITH_INPUTS:
+            tensors = tensors_of_layers(tensors, values)
         raw = RawConfig(values, tensors.keys(), model.fields.problems)
         target = HUGGINGFACE[row.model_type]
         try:

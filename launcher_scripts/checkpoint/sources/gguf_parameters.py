@@ -145,11 +145,14 @@ LLAMA_NAMES = {
     "blk.*.ffn_up": "layers.*.mlp.up_proj",
     "blk.*.ffn_down": "layers.*.mlp.down_proj",
 }
-GEMMA2_NAMES = {
-    **LLAMA_NAMES,
-    "blk.*.post_attention_norm": "layers.*.post_attention_layernorm",
-    "blk.*.ffn_norm": "layers.*.pre_feedforward_layernorm",
-    "blk.*.post_ffw_norm": "layers.*.post_feedforward_layernorm",
+# The converter adds one to the scales of norms that count from one.
+CENTRED = {
+    f"{name}.weight": LESS_ONE
+    for name in (
+        "output_norm",
+        *(f"blk.*.{part}_norm" for part in ("attn", "ffn", "post_attention", "post_ffw")),
+        *(f"blk.*.attn_{part}_norm" for part in "qk"),
+    )
 }
 OLMO2_NAMES = {
     **LLAMA_NAMES,
@@ -465,3 +468,30 @@ def has_any(model: Model, part: str) -> bool:
 def predictors(fields: Fields) -> int:
     """Number of layers, the last ones, that predict more tokens."""
     return fields.size("nextn_predict_layers") if fields.get("nextn_predict_layers", 0) else 0
+
+
+def llama(model: Model) -> dict[str, Any]:
+    return {
+        **rotary(model),
+        **silu_and_rms_norms(model.fields),
+        "attention_bias": "blk.0.attn_q.bias" in model.shapes,
+        "mlp_bias": "blk.0.ffn_up.bias" in model.shapes,
+    }
+
+
+def count(model: Model) -> int:
+    return model.fields.size("expert_count")
+
+
+def experts(model: Model) -> dict[str, Any]:
+    """Return the fields of models with experts."""
+    stacked = model.shapes.get("blk.0.ffn_gate_exps.weight") or model.shapes.get(
+        "blk.0.ffn_down_exps.weight", (1, 1, 1)
+    )
+    if len(stacked) != 3 or 0 in stacked or stacked[0] != count(model):
+        model.fields.problems.add("expert_count does not fit ffn_gate_exps", got=stacked)
+        return {}
+    return {
+        "num_experts_per_tok": model.fields.size("expert_used_count"),
+        "moe_intermediate_size": model.fields.size("expert_feed_forward_length", stacked[1]),
+    }

@@ -33,11 +33,10 @@ from launcher_scripts.checkpoint.sources.huggingface_architectures import (
     HEAD,
     WEIGHT_FILES,
     architecture,
-    check_classes,
     described,
     has_separate_head,
-    reject_disobeyed,
 )
+from launcher_scripts.checkpoint.sources.huggingface_classes import check_classes, reject_disobeyed
 from launcher_scripts.checkpoint.sources.huggingface_quantization import (
     FILES,
     KEY,

@@ -466,6 +466,7 @@ def mimo_v2_flash(raw: RawConfig) -> GPTConfig:
     raw.defaults(n_shared_experts=0)
     values_scale = 1.0 if raw.null("attention_value_scale") else 0.707
     turns, local_base = two_ropes(raw, head_size_of(raw), 10000.0)
+    local_base = local_base or 10000.0
     fields = windows(raw, lambda layer: layer == 0 or (layer + 1) % 6 == 0)
     full = (fields.get("full_attention_layers") or "").split(",") if fields else None
     windowed = [] if full is None else [n for n in range(layers) if str(n) not in full]

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from launcher_scripts.checkpoint.sources.huggingface_decoders import decoder, granite, head_size_of
-from launcher_scripts.checkpoint.sources.huggingface_experts import qwen_experts
+from launcher_scripts.checkpoint.sources.huggingface_experts import biased_experts, qwen_experts
 from launcher_scripts.checkpoint.sources.huggingface_raw import RawConfig
 from launcher_scripts.checkpoint.sources.rotary_scaling import Fields, rope
 from launcher_scripts.common.errors import Problems
@@ -332,8 +332,11 @@ def qwen3_5_moe(raw: RawConfig) -> GPTConfig:
     return qwen3_next(raw)
 
 
-def lfm2(raw: RawConfig) -> GPTConfig:
-    """LFM2: gated short convolutions, and attention."""
+def lfm2(raw: RawConfig, then: Sequence[str] = (), **fields: Any) -> GPTConfig:
+    """LFM2: gated short convolutions, and attention.
+
+    then: the second branch of each layer, if it is not an MLP everywhere;  fields: as in `decoder`
+    """
     layers = raw.layers("num_hidden_layers")
     full = raw("full_attn_idxs", default=list(range(layers)))
     default = [
@@ -353,11 +356,25 @@ def lfm2(raw: RawConfig) -> GPTConfig:
         activation="silu",
         attention_bias=False,
         mlp_bias=False,
-        ffn_size=_lfm2_size(raw),
-        layer_branches=_branches(mixers, "mlp"),
+        layer_branches=",".join(map("/".join, zip(mixers, then or ["mlp"] * layers, strict=True))),
         conv_kernel=raw.size("conv_L_cache", default=3),
         conv_bias=raw.flag("conv_bias", False),
+        **(fields or {"ffn_size": _lfm2_size(raw)}),
     )
+
+
+def lfm2_moe(raw: RawConfig) -> GPTConfig:
+    """LFM2 with experts behind the first layers; not every model has a bias for choosing them."""
+    layers, dense = (
+        raw.layers("num_hidden_layers"),
+        raw.size("num_dense_layers", default=2, minimum=0),
+    )
+    raw.defaults(n_shared_experts=0, norm_topk_prob=True, first_k_dense_replace=dense)
+    fields = biased_experts(raw) | {"expert_bias": raw.flag("use_expert_bias", True) or None}
+    fields.pop("dense_layers", None)
+    if dense >= layers:
+        fields = {"ffn_size": raw.size("intermediate_size")}
+    return lfm2(raw, ["mlp" if n < dense else "moe" for n in range(layers)], **fields)
 
 
 def _lfm2_size(raw: RawConfig) -> int:

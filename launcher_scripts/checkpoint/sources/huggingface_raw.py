@@ -161,6 +161,36 @@ OFF = (
     "pruned_heads",
     "tie_encoder_decoder",
 )
+# What classes of transformers take for keys that a file does not have; null is another thing there.
+_GEMMA = {"bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0}
+_CAPPED = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+_WINDOW = {"sliding_window": 4096}
+_GLM = {"eos_token_id": 151329, "pad_token_id": 151329}
+_GATED, _TURNING = {"feed_forward_proj": "gated-gelu"}, {"rotary_dim": 64}
+CLASS_DEFAULTS: dict[str, Mapping[str, Any]] = {
+    **dict.fromkeys(("mistral", "ministral", "cohere2", "olmo3", "exaone4", "exaone_moe"), _WINDOW),
+    **dict.fromkeys(("gemma", "gemma3n_text", "gemma4_text"), _GEMMA),
+    **dict.fromkeys(("gemma2", "vaultgemma"), _GEMMA | _CAPPED | _WINDOW),
+    "gemma3_text": _GEMMA | _WINDOW,
+    **dict.fromkeys(("glm", "glm4"), _GLM),
+    **dict.fromkeys(("mt5", "umt5"), _GATED),
+    **dict.fromkeys(("gptj", "codegen"), _TURNING),
+    "apertus": {"pad_token_id": 3},
+    "cohere": {"rope_theta": 500000.0},
+    "cwm": {"sliding_window": 8192},
+    "ernie4_5": {"pad_token_id": 0},
+    "gpt_oss": {"sliding_window": 128},
+    "granite_swa": {"bos_token_id": 100257, "eos_token_id": 100257},
+    "kimi_linear": {"bos_token_id": 163584, "eos_token_id": 163586, "pad_token_id": 163839},
+    "marian": {"decoder_start_token_id": 58100, "eos_token_id": 0, "pad_token_id": 58100},
+    "ministral3": {"rms_norm_eps": 1e-5, "pad_token_id": 11},
+    "mixtral": {"rms_norm_eps": 1e-5, "rope_theta": 1e6},
+    "nemotron": {"bos_token_id": 2, "eos_token_id": 3},
+    "olmo": {"eos_token_id": 50279, "pad_token_id": 1},
+    "pegasus": {"decoder_start_token_id": 0, "eos_token_id": 1, "pad_token_id": 0},
+    "phi3": {"rms_norm_eps": 1e-5, "eos_token_id": 32000, "pad_token_id": 32000},
+    "starcoder2": {"bos_token_id": 50256, "eos_token_id": 50256},
+}
 _EMPTY: tuple[Any, ...] = (None, False, "", [], {})
 _ADVICE = "config.json: remove the key if it does not change the model"
 
@@ -179,7 +209,14 @@ class RawConfig:
         self.problems = problems
         self.notes: list[str] = []
         self.read_keys: set[str] = set()
-        self._defaults: dict[str, Any] = {}
+        # A tiny model may lack its class's ids of tokens.
+        rows = raw.get("vocab_size")
+        self._defaults = {
+            name: value
+            for name, value in CLASS_DEFAULTS.get(str(raw.get("model_type")), {}).items()
+            if name not in raw
+            and not (name.endswith("_token_id") and type(rows) is int and value >= rows)
+        }
         self.sections: dict[str, RawConfig] = {}
 
     def __call__(self, *names: str, default: Any = _REQUIRED) -> Any:
@@ -386,10 +423,14 @@ MULTIMODAL = {
             "max_position_embeddings": 131072,
         },
     ),
+    "cohere2_vision": Multimodal(),
     "gemma3n": Multimodal("gemma3n_text"),
     "gemma4": Multimodal("gemma4_text"),
     "idefics3": Multimodal(),
     "internvl": Multimodal(),
+    "kimi_k25": Multimodal("deepseek_v3"),
+    "lfm2_vl": Multimodal(),
+    "nemotron_h_omni": Multimodal("nemotron_h"),
     "llama4": Multimodal("llama4_text"),
     "mistral3": Multimodal(),
     "qwen2_vl": Multimodal("qwen2"),
@@ -407,10 +448,12 @@ _SHARED_KEYS = (
 _OF_IMAGES = ("vision_config", "vision_token_id")
 _ROTARY = ("rope_scaling", "rope_parameters")
 # How the names of the decoder's tensors begin, and of those that read images.
-_PREFIXES = ("language_model.model.", "language_model.", "text_model.")
+_PREFIXES = (
+    *("language_model.model.", "language_model.backbone.", "language_model.", "text_model."),
+)
 _IMAGE_TENSORS = (
     *("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", "connector."),
-    *("audio_tower.", "embed_vision.", "embed_audio."),
+    *("audio_tower.", "embed_vision.", "embed_audio.", "mm_projector.", "mlp1.", "sound_"),
 )
 NOTE = "the model's tensors for images are left out: it is served for text"
 
@@ -419,7 +462,7 @@ def text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     """config.json as that of the decoder alone; unchanged for a model of text."""
     name = raw.get("model_type")
     row = MULTIMODAL.get(name) if isinstance(name, str) else None
-    section = raw.get("text_config", raw)
+    section = raw.get("text_config", raw.get("llm_config", raw))
     if row is None or not isinstance(section, Mapping):
         return dict(raw)
     shared = {key: raw[key] for key in _SHARED_KEYS if raw.get(key) is not None}

@@ -55,6 +55,7 @@ STACKED_TYPES = {
     "granitemoehybrid": _LINEARS,
     "granitemoe_swa": _EXPERT_LINEARS,
     "llama4_text": _EXPERT_LINEARS,
+    "gemma4_text": _EXPERT_LINEARS,
 }
 # Model types whose files have the names that transformers 5 has in memory.
 IN_MEMORY_TYPES = ("granitemoe_swa",)
@@ -325,8 +326,10 @@ def _outputs(name: str, outputs: int, alternate: bool) -> dict[str, slice]:
 
 # Model types whose tables of all layers are read as every layer's own.
 GEMMAS_WITH_INPUTS = ("gemma4_text", "gemma3n_text")
-_TABLE, _PROJECTION = "embed_tokens_per_layer.weight", "per_layer_model_projection.weight"
-_NORM = "per_layer_projection_norm.weight"
+TABLE, PROJECTION = "embed_tokens_per_layer.weight", "per_layer_model_projection.weight"
+PROJECTION_NORM = "per_layer_projection_norm.weight"
+# The part of the table that is a layer's, and the key that says how many rows it has.
+LAYER_TABLE, TABLE_ROWS = "per_layer_table", "vocab_size_per_layer_input"
 _OF_KEYS = (".self_attn.k_proj.", ".self_attn.v_proj.", ".self_attn.k_norm.")
 
 
@@ -345,27 +348,32 @@ def tensors_of_layers(
     if raw.get("attention_k_eq_v"):
         for name in [name for name in result if ".self_attn.k_proj." in name]:
             result.setdefault(name.replace("k_proj", "v_proj"), result[name])
-    table, projection, norm = (result.get(name) for name in (_TABLE, _PROJECTION, _NORM))
+    table, projection, norm = (result.get(name) for name in (TABLE, PROJECTION, PROJECTION_NORM))
     if table is None or projection is None or norm is None:
         return result
     size = norm.shape[0] if norm.shape else 0
     if len(table.shape) != 2 or {table.shape[1], projection.shape[0]} != {count * size}:
         return result
-    for name in (_TABLE, _PROJECTION, _NORM):
+    for name in (TABLE, PROJECTION, PROJECTION_NORM):
         del result[name]
     # Ids behind the table's are read as the first one.
-    rows, whole, made = raw.get("vocab_size"), table.read(), projection.read()
-    more = max(rows - len(whole), 0) if type(rows) is int and rows < 1 << 24 else 0
+    rows, made = raw.get("vocab_size"), projection.read()
+    count_of_rows = rows if type(rows) is int and rows < 1 << 24 else table.shape[0]
     for layer in range(count):
         part = slice(layer * size, (layer + 1) * size)
-        values = SourceTensor.full(whole[: len(whole) if more else rows, part])
-        if more:
-            first = np.repeat(whole[:1, part], more, axis=0)
-            pieces = (Piece((0, 0), whole[:, part]), Piece((len(whole), 0), first))
-            values = SourceTensor((len(whole) + more, size), whole.dtype, pieces)
-        result[f"layers.{layer}.per_layer_table"] = values
-        result[f"layers.{layer}.{_PROJECTION}"] = SourceTensor.full(made[part])
-        result[f"layers.{layer}.{_NORM}"] = norm
+        values = table.columns(part)
+        if more := max(count_of_rows - table.shape[0], 0):
+            full = values.read()
+            pieces = (
+                Piece((0, 0), full),
+                Piece((len(full), 0), np.repeat(full[:1], more, axis=0)),
+            )
+            values = SourceTensor((count_of_rows, size), full.dtype, pieces)
+        elif count_of_rows < table.shape[0]:
+            values = SourceTensor.full(values.read()[:count_of_rows])
+        result[f"layers.{layer}.{LAYER_TABLE}"] = values
+        result[f"layers.{layer}.{PROJECTION}"] = SourceTensor.full(made[part])
+        result[f"layers.{layer}.{PROJECTION_NORM}"] = norm
     return result
 
 
