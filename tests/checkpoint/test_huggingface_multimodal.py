@@ -76,12 +76,6 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         {**WIDE, "hidden_size_per_layer_input": 0, "global_head_dim": 16, "sliding_window": 4},
         {**VISION, "num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 16},
     ),
-    "cohere2_vision": (
-        "Cohere2Vision",
-        "Cohere2VisionForConditionalGeneration",
-        {**WIDE, "model_type": "cohere2", "sliding_window": 4},
-        VISION,
-    ),
     "lfm2_vl": (
         "Lfm2Vl",
         "Lfm2VlForConditionalGeneration",

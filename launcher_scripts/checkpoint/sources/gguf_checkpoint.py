@@ -193,7 +193,7 @@ class GGUFCheckpoint(FullTensors):
         model = read_model(archive.path)
         metadata = tokenizer_metadata(model.fields.reader)
         row = model.row
-        tensors = renamed(
+        tensors: Mapping[str, SourceTensor] = renamed(
             (
                 (name, target, tensor)
                 for name, stored in model.tensors.items()

@@ -423,7 +423,6 @@ MULTIMODAL = {
             "max_position_embeddings": 131072,
         },
     ),
-    "cohere2_vision": Multimodal(),
     "gemma3n": Multimodal("gemma3n_text"),
     "gemma4": Multimodal("gemma4_text"),
     "idefics3": Multimodal(),
