@@ -61,7 +61,8 @@ HEAD = "lm_head.weight"
 
 
 def has_separate_head(raw: RawConfig, ties: bool) -> bool:
-    """Whether config.json promises an output table beside the input's; a T5's encoder has none."""
+    """Return whether config.json promises an output table beside the input's, which a T5's encoder
+    does not have."""
     if raw.raw["model_type"] in ("t5", "mt5", "umt5", "t5gemma") and not has_decoder(raw):
         return False
     return not raw.flag("tie_word_embeddings", ties)
