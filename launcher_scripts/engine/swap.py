@@ -6,6 +6,7 @@ CPU, by one rank, without CUDA graphs or fused steps.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from concurrent import futures
@@ -93,6 +94,7 @@ class WeightSwaps:
         self.settings = engine.settings
         self.version = 0
         self._asleep: ExitStack | None = None
+        self._waking = threading.Lock()
         self.folder = Path(engine.settings.checkpoint_dir)
         self.digests = _digests(self.folder)
 
@@ -170,18 +172,32 @@ class WeightSwaps:
             self._asleep = stack.pop_all()
 
     def wake(self) -> None:
-        """Undo `sleep`. It changes nothing where the engine is awake."""
-        stack, self._asleep = self._asleep, None
-        if stack is None:
-            return
+        """Undo `sleep`. It changes nothing where the engine is awake.
+
+        Raises OperationError where a device has too little memory, as beside a training that still
+        runs, and then all ranks sleep on; BusyError while it wakes up.
+        """
+        if not self._waking.acquire(blocking=False):
+            raise BusyError("it wakes up already")
+        operations = self._engine.operations
 
         def awake(scheduler: InterruptibleScheduler) -> None:
-            self._engine.operations.carry_out("revert")
+            try:
+                operations.carry_out("revert")
+            except OperationError:
+                operations.carry_out("apply")  # those that could sleep again
+                raise
             scheduler.asleep = False
 
-        with stack:
+        try:
+            if self._asleep is None:
+                return
             self._engine.between_steps(awake)
-            self._engine.closed_for = ""
+            stack, self._asleep = self._asleep, None
+            with stack:
+                self._engine.closed_for = ""
+        finally:
+            self._waking.release()
 
     @property
     def sleeping(self) -> bool:
@@ -204,9 +220,13 @@ class WeightSwaps:
     ) -> SwapResult:
         """Do the operation; references: of the probe, none where there is none."""
         engine, operations = self._engine, self._engine.operations
-        operations.prepare(operation)
-        prepared = time.perf_counter()
         requests = probe_requests(engine.config) if references else []
+        # What the probe has to compile is compiled before the pause.
+        early = list(map(engine.submit, requests))
+        operations.prepare(operation)
+        for future in early:
+            future.cancel()
+        prepared = time.perf_counter()
         try:
             rows, difference, seconds, pause = engine.between_steps(
                 lambda scheduler: self._exchange(

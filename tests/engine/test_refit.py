@@ -15,7 +15,7 @@ from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.engine.core.interruptible import InterruptibleScheduler
 from launcher_scripts.engine.engine import Engine
 from launcher_scripts.engine.ranks.operations import OperationError
-from launcher_scripts.engine.runner import weight_exchange
+from launcher_scripts.engine.runner import operations
 from launcher_scripts.engine.swap import WeightSwaps
 from tests.checkpoint.exporting import change_json, export_folder
 from tests.checkpoint.tiny_models import DECODERS, LATER_DECODERS
@@ -185,12 +185,62 @@ def test_parked_storages_come_back_with_all_that_shares_them():
     full = torch.arange(24.0).view(4, 6)
     part, other = full[1:3], torch.arange(5, dtype=torch.int8)
     expected = full.clone()
-    memory = weight_exchange.storages([part, full, other])
+    memory = operations.storages([part, full, other])
     assert [item.numel() for item in memory] == [96, 5]
     host = [torch.empty_like(item) for item in memory]
-    weight_exchange.park(memory, host)
+    operations.park(memory, host)
     assert full.untyped_storage().nbytes() == other.untyped_storage().nbytes() == 0
-    weight_exchange.unpark(memory, host)
+    operations.unpark(memory, host)
     assert torch.equal(full, expected)
     assert torch.equal(part, expected[1:3])
     assert other.tolist() == [0, 1, 2, 3, 4]
+
+
+def lacking_memory(monkeypatch, ranks: set[int], times: int) -> None:
+    """Have the devices of these ranks lack memory when they wake up, so many times."""
+    revert, failures = operations.WeightSleep.revert, dict.fromkeys(ranks, times)
+
+    def lack(*_: object) -> None:
+        raise torch.OutOfMemoryError("tried to allocate 16 GB")
+
+    def short_revert(sleep: operations.WeightSleep) -> None:
+        rank = sleep._runner.communicator.rank
+        with pytest.MonkeyPatch.context() as patch:
+            if failures.get(rank, 0):
+                failures[rank] -= 1
+                patch.setattr(operations, "unpark", lack)
+            revert(sleep)
+
+    monkeypatch.setattr(operations.WeightSleep, "revert", short_revert)
+
+
+def test_a_wake_up_without_memory_sleeps_on_and_may_be_tried_again(served, monkeypatch):
+    engine, swaps, after = served
+    expected = engine.submit(GenerateRequest(IDS, 5)).result(60).output_ids
+    swaps.sleep()
+    lacking_memory(monkeypatch, {0}, 2)
+    for _ in range(2):
+        with pytest.raises(OperationError, match="too little free memory to wake up"):
+            swaps.wake()
+        assert swaps.sleeping
+        with pytest.raises(BusyError, match="POST /wake_up"):
+            engine.submit(GenerateRequest(IDS, 5)).result(60)
+    swaps.wake()
+    assert engine.submit(GenerateRequest(IDS, 5)).result(60).output_ids == expected
+    swaps.refit(after)
+    assert swaps.version == 1
+
+
+def test_ranks_of_which_one_cannot_wake_up_sleep_on_together(tmp_path: Path, monkeypatch):
+    before, _ = folders(tmp_path)
+    engine = engine_of(before, tmp_path / "served", 2)
+    expected = context_logits(engine, IDS)
+    swaps = WeightSwaps(engine)
+    swaps.sleep()
+    lacking_memory(monkeypatch, {0}, 1)  # rank 1 wakes up, and sleeps again
+    with pytest.raises(OperationError, match=r"rank 0.* too little free memory"):
+        swaps.wake()
+    assert swaps.sleeping
+    swaps.wake()
+    assert torch.equal(context_logits(engine, IDS), expected)
+    engine.close()

@@ -153,7 +153,7 @@ class OperationRequest(Message, frozen=True):
 
 
 class OperationReply(Message, frozen=True):
-    """A rank has done so. reason: why it could not; only preparing may fail."""
+    """A rank has done so. reason: why it could not, and has changed nothing."""
 
     number: int
     action: Action

@@ -49,6 +49,8 @@ class Uploads:
         """The values on the device in `dtype`."""
         if isinstance(values, Tensor):
             return values.to(device=self._device, dtype=dtype)
+        if values.ndim == 2 and values.flags.f_contiguous and not values.flags.c_contiguous:
+            return self.upload(values.T, dtype).t()  # a copy in another order would be slow
         if values.dtype == BFLOAT16:
             return self._copied(values.view("<i2")).view(torch.bfloat16).to(dtype)
         return self._copied(values).to(dtype)

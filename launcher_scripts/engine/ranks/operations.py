@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -106,26 +106,22 @@ class Operations:
         except ServerError:
             self._local.perform(OperationRequest(self._number, "finish"))
             raise
-        by_reason: dict[str, list[str]] = {}  # all read the same files: what all say is said once
-        for rank, reason in sorted(reasons.items()):
-            if reason:
-                by_reason.setdefault(reason, []).append(self._ranks.label(rank))
-        if by_reason:
+        if any(reasons.values()):
             self.finish()
-            parts = [f"{', '.join(names)}: {reason}" for reason, names in by_reason.items()]
-            raise OperationError("; ".join(parts) if self._count > 1 else next(iter(by_reason)))
+            self._raise(reasons)
 
     def carry_out(self, action: Action) -> float:
         """Have every rank apply or revert the operation; called between two steps.
 
-        Returns the seconds that it took, once all have done it. Raises ServerError when a rank is
+        Returns the seconds that it took, once all have done it. Raises OperationError with the
+        reasons of ranks that could not, where others may have done it; ServerError when a rank is
         lost: nobody knows then which of the others have done it, and the engine has to end.
         """
         began = time.perf_counter()
         request = OperationRequest(self._number, action)
         self._ranks.begin_step(request)
         self._local.perform(request)
-        self._wait(request)
+        self._raise(self._wait(request))
         return time.perf_counter() - began
 
     def finish(self) -> None:
@@ -133,6 +129,16 @@ class Operations:
         request = OperationRequest(self._number, "finish")
         self._ranks.request(request)
         self._local.perform(request)
+
+    def _raise(self, reasons: Mapping[int, str]) -> None:
+        """Raise OperationError where ranks have reasons; what all say is said once."""
+        by_reason: dict[str, list[str]] = {}
+        for rank, reason in sorted(reasons.items()):
+            if reason:
+                by_reason.setdefault(reason, []).append(self._ranks.label(rank))
+        if by_reason:
+            parts = [f"{', '.join(names)}: {reason}" for reason, names in by_reason.items()]
+            raise OperationError("; ".join(parts) if self._count > 1 else next(iter(by_reason)))
 
     def _wait(self, request: OperationRequest) -> dict[int, str]:
         """Return what all ranks have replied; ranks that hang are noticed as in any step."""

@@ -1,16 +1,18 @@
 """New weights in the tensors of the old ones, on one rank; and LoRA adapters in slots for them.
 
-They are read into host memory while steps go on, and each file's bytes are compared with the
-manifest's digest. Then the tensors on the device and those on the host have each other's values:
-CUDA graphs and fused steps, which know the addresses of tensors, stay valid, and the host has the
-old weights, which another exchange puts back. So one copy of a rank's weights is all that it needs.
+They are read while steps go on, and each file's bytes are compared with the manifest's digest: to
+the device as far as it has room, where an exchange takes milliseconds, else into host memory. Then
+these tensors and those that are served have each other's values: CUDA graphs and fused steps, which
+know the addresses of tensors, stay valid, and another exchange puts the old weights back. So one
+copy of a rank's weights is all that it needs.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -32,7 +34,6 @@ from launcher_scripts.engine.messages.message import (
     ExchangeWeights,
     LoadLoRA,
     RefitWeights,
-    Sleep,
 )
 from launcher_scripts.engine.model.gpt_weights import GPTWeightLoader
 from launcher_scripts.engine.model.kv_cache import available_memory
@@ -47,6 +48,7 @@ HOST = torch.device("cpu")
 CHUNK_BYTES = 1 << 25
 CHUNKS_UNDER_WAY = 4  # an exchange needs so much device memory
 MEMORY_SHARE = 0.9  # of the host's free memory that new weights may have
+DEVICE_SHARE = 0.5  # the same of the device's; steps may need the other half
 Pair = tuple[Tensor, Tensor]
 Exchanged = TypeVar("Exchanged", bound=ExchangeWeights | LoadLoRA | RefitWeights)
 All = TypeVar("All", bound=ExchangeWeights | RefitWeights)
@@ -67,7 +69,7 @@ class TensorExchange(Generic[Exchanged]):
         self._pairs: list[Pair] = []
 
     def apply(self) -> None:
-        """Let the device have the values of the host, and the host those of the device."""
+        """Let the tensors that are served have the new values, and the new ones theirs."""
         exchange(self._pairs)
         self._note_change()
 
@@ -80,29 +82,42 @@ class TensorExchange(Generic[Exchanged]):
 
 
 class AllExchange(TensorExchange[All], ABC):
-    """One rank's part of the exchange of all weights; its kinds say where they are from."""
+    """One rank's part of the exchange of all weights; its kinds say where they are from.
+
+    values_are_new: nobody has looked at them before, as an export does
+    """
+
+    values_are_new = False
 
     def prepare(self, check: Callable[[], None]) -> None:
         """Read this rank's new weights. Raises CheckpointError and ConfigError."""
         served = named_tensors(self._network.weights)
-        check_memory(total_bytes(served.values()), "the new weights of a rank")
+        count, device = total_bytes(served.values()), self._network.device
+        if device.type != "cuda" or count > available_memory(device, DEVICE_SHARE):
+            check_memory(count, "the new weights of a rank")
+            device = HOST
         checkpoint, read = self._source()
 
         def read_checked(spec: WeightSpec, layer: int | None) -> Stored:
             check()
             return read(spec, layer)
 
-        weights = read_weights(self._settings, checkpoint, self._rank, HOST, read_checked)
-        fresh = named_tensors(weights)
-        check_alike(served, fresh)
-        for name in served:
-            check()
-            # One after the other: the host has no room for two copies of all.
-            tensors = served[name], _pinned(fresh.pop(name), self._network.device)
-            if ".lora_" in name:  # adapters that were added stay as they are
-                stored = len(adapters_of(self._network.config).lora_names)
-                tensors = tensors[0][:stored], tensors[1][:stored]
-            self._pairs.append(tensors)
+        with beside_steps(self._network.device):
+            weights = read_weights(self._settings, checkpoint, self._rank, device, read_checked)
+            fresh = named_tensors(weights)
+            del weights
+            check_alike(served, fresh)
+            copies = ReachableCopies(self._network.device)
+            for name in served:
+                check()
+                # One after the other: the host has no room for two copies of all.
+                tensors = served[name], fresh.pop(name)
+                if self.values_are_new:
+                    check_finite(name, tensors[1])
+                if ".lora_" in name:  # adapters that were added stay as they are
+                    stored = len(adapters_of(self._network.config).lora_names)
+                    tensors = tensors[0][:stored], tensors[1][:stored]
+                self._pairs += copies.pairs(tensors)
 
     @abstractmethod
     def _source(self) -> tuple[FTCheckpoint, Reader]:
@@ -128,6 +143,8 @@ class WeightExchange(AllExchange[ExchangeWeights]):
 
 class WeightRefit(AllExchange[RefitWeights]):
     """The exchange with the weights of a transformers folder, which is not exported before."""
+
+    values_are_new = True
 
     def _source(self) -> tuple[FTCheckpoint, Reader]:
         operation, parallelism = self._operation, self._settings.parallelism
@@ -187,76 +204,93 @@ class RefitSource:
         config = task.config.of_layer(layer)
         columns = rank_columns(spec, config, tp_size, tp_rank, task.blocks())
         dtype = self.served.dtype
+        part = in_file_order(columns, dtype)
+        if part is not None:
+            return part.reshape(spec.shape_on(config, tp_size))
         values = [np.array(strip).reshape(-1) for strip in strips(columns, dtype, name)]
-        part: Stored = np.concatenate(values).reshape(spec.shape_on(config, tp_size))
-        return part
+        return np.concatenate(values).reshape(spec.shape_on(config, tp_size))
 
 
-class WeightSleep:
-    """One rank's part of a sleep: the host has the weights meanwhile, nobody has the cache.
+def in_file_order(columns: Sequence[NDArray[Any]], dtype: np.dtype[Any]) -> Stored | None:
+    """Return arrays side by side with as few copies as their order in memory allows, and turned
+    where all of them are transposed matrices; None where `strips` has to bring them into order.
+    """
+    if any(column.dtype != dtype or column.ndim != 2 for column in columns):
+        return None
+    if len(columns) == 1 and columns[0].flags.c_contiguous:
+        return columns[0]
+    rows = [column.T for column in columns]
+    if any(part.strides[1] != dtype.itemsize for part in rows):
+        return None
+    parts = [rows[0]]
+    for part in rows[1:]:
+        last = parts[-1]
+        follows = last.flags.c_contiguous and last.ctypes.data + last.nbytes == part.ctypes.data
+        if follows and part.flags.c_contiguous:
+            shape = len(last) + len(part), last.shape[1]
+            parts[-1] = np.lib.stride_tricks.as_strided(last, shape, writeable=False)
+        else:
+            parts.append(part)
+    result: Stored = np.concatenate(parts).T if len(parts) > 1 else np.ascontiguousarray(*parts).T
+    return result
 
-    Tensors keep their storages, whose memory is given back: whoever has a tensor has it again
-    afterwards. CUDA graphs know addresses, so they are made again.
+
+class ReachableCopies:
+    """Copies of tensors of the host where the device reaches them fast: on it, as long as it has
+    room, then in memory of the host that it reads by itself.
+
+    They are made in blocks, since to lock much memory at once would hold up the steps' launches.
     """
 
-    def __init__(
-        self, _operation: Sleep, runner: Runner, _settings: EngineSettings, _: int
-    ) -> None:
-        self._runner = runner
-        runners = [runner, *([] if runner.draft is None else [runner.draft])]
-        self._weights = storages(
-            tensor for item in runners for tensor in named_tensors(item.decoder.weights).values()
-        )
-        self._cache = storages(pool for item in runners for pool in item.decoder.cache.pools)
-        self._parked: list[Tensor] = []
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        is_cuda = device.type == "cuda"
+        self._room = available_memory(device, DEVICE_SHARE) if is_cuda else 0
+        self._block = torch.empty(0, dtype=torch.uint8)
 
-    def prepare(self, _: Callable[[], None]) -> None:
-        """Find memory for the weights. Raises ConfigError where the host has too little."""
-        on_device = [item for item in self._weights if item.is_cuda]
-        check_memory(total_bytes(on_device), "the weights of a rank that sleeps")
-        self._parked = [torch.empty_like(item, device=HOST).pin_memory() for item in on_device]
+    def pairs(self, pair: Pair) -> Iterator[Pair]:
+        """Yield pieces of a tensor that is served, and of copies of the other one."""
+        if not pair[0].is_cuda or pair[1].is_cuda:
+            yield pair
+            return
+        for served, fresh in _chunks([pair]):
+            if fresh.dtype != torch.uint8 or fresh.dim() != 1:  # one with gaps
+                yield served, fresh.pin_memory()
+                continue
+            copy = self._locked(len(fresh)).copy_(fresh)
+            if len(fresh) <= self._room:
+                self._room -= len(fresh)
+                copy = copy.to(self._device)
+            elif copy.data_ptr() == self._block.data_ptr():
+                self._block = self._block[len(fresh) :]
+            yield served, copy
 
-    def apply(self) -> None:
-        """Bring the weights to the host, and give the device's memory back. Weights on the CPU are
-        where they should be.
-        """
-        self._runner.forget_graphs()
-        park([item for item in self._weights if item.is_cuda], self._parked)
-        for pool in self._cache:
-            pool.untyped_storage().resize_(0)
-        if self._runner.device.type == "cuda":
-            torch.cuda.synchronize(self._runner.device)
-            torch.cuda.empty_cache()
-
-    def revert(self) -> None:
-        """Bring the weights back; the cache is empty."""
-        for pool in self._cache:
-            pool.untyped_storage().resize_(pool.numel())
-        unpark([item for item in self._weights if item.is_cuda], self._parked)
+    def _locked(self, count: int) -> Tensor:
+        """Return the first bytes of a block that has as many."""
+        if count > len(self._block):
+            block = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True)
+            if count == CHUNK_BYTES and not self._room:
+                return block  # pieces of other sizes may still fit into the one before
+            self._block = block
+        return self._block[:count]
 
 
-def storages(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """The memory of the tensors, as bytes; what several share once."""
-    found = {item.untyped_storage().data_ptr(): item.untyped_storage() for item in tensors}
-    return [
-        torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        for storage in found.values()
-        if storage.nbytes()
-    ]
+def beside_steps(device: torch.device) -> AbstractContextManager[object]:
+    """Inside, what this thread has a GPU do does not wait for steps; at the end it is done."""
+    return _SideStream(device) if device.type == "cuda" else nullcontext()
 
 
-def park(served: Sequence[Tensor], host: Sequence[Tensor]) -> None:
-    """Copy storages, see `storages`, and give their memory back."""
-    for tensor, copy in zip(served, host, strict=True):
-        copy.copy_(tensor)
-        tensor.untyped_storage().resize_(0)
+class _SideStream:
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+        self._context = torch.cuda.stream(self._stream)
 
+    def __enter__(self) -> None:
+        self._context.__enter__()
 
-def unpark(served: Sequence[Tensor], host: Sequence[Tensor]) -> None:
-    """Undo `park`."""
-    for tensor, copy in zip(served, host, strict=True):
-        tensor.untyped_storage().resize_(copy.numel())
-        tensor.copy_(copy, non_blocking=True)
+    def __exit__(self, *error: Any) -> None:
+        self._stream.synchronize()
+        self._context.__exit__(*error)
 
 
 class LoRALoad(TensorExchange[LoadLoRA]):
@@ -395,9 +429,16 @@ def check_alike(served: Mapping[str, Tensor], fresh: Mapping[str, Tensor]) -> No
     problems.raise_if_any(ConfigError)
 
 
+def check_finite(name: str, tensor: Tensor) -> None:
+    """Raise CheckpointError where a tensor of floating-point numbers has others than finite."""
+    if tensor.dtype in DTYPES.values() and not bool(torch.stack(tensor.aminmax()).isfinite().all()):
+        raise CheckpointError(f"{name} has NaN or infinite values")
+
+
 @torch.inference_mode()
 def exchange(pairs: Sequence[Pair]) -> None:
-    """Let the two tensors of each pair, on the device and on the host, have each other's values.
+    """Let the two tensors of each pair have each other's values: the one that is served, and one on
+    the same device or on the host.
 
     On CUDA the two directions go at the same time, and this returns before they are done.
     """
@@ -410,6 +451,11 @@ def exchange(pairs: Sequence[Pair]) -> None:
     incoming, outgoing = torch.cuda.current_stream(), torch.cuda.Stream()
     under_way: deque[torch.cuda.Event] = deque()
     for served, host in _chunks(pairs):
+        if host.is_cuda:
+            saved = served.clone()
+            served.copy_(host)
+            host.copy_(saved)
+            continue
         if len(under_way) == CHUNKS_UNDER_WAY:
             incoming.wait_event(under_way.popleft())
         saved = served.clone()
