@@ -1,12 +1,17 @@
 """A watch over a training that runs, killed at random moments: what it finds, and does twice.
 
     python3 -m benchmarks.watch_training FOLDER [--checkpoints 20] [--planted 14] [--kills 5]
+    python3 -m benchmarks.watch_training FOLDER --slurm [--time-limit 0:10:00]
     python3 -m benchmarks.watch_training FOLDER --series 20
 
 A byte-level GPT learns sentences on the CPU and writes checkpoints as transformers' Trainer does.
 The weights of one of them are disturbed: the planted regression. Meanwhile the command of the watch
 exports, serves and evaluates each checkpoint. It is killed with SIGKILL, alone or with all its
 processes, and started again. The same command continues in the same folder.
+
+With --slurm it runs as jobs of the cluster that SLURM_CONF names (`python3 -m tests.slurm.cluster
+start` makes one of virtual nodes). All processes of a random job are killed, be it a look, an
+export, a server or an evaluation; where no look is left, the command is given again.
 
 With --series, so many models are trained, each from another seed, and torch evaluates their
 checkpoints in this process; the statistics of the watch judge them, once without a planted
@@ -30,9 +35,10 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -63,6 +69,7 @@ def main() -> int:
     parser.add_argument("--planted", type=int, default=14, help="number of the disturbed one")
     parser.add_argument("--kills", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=1800, help="limit of this run")
+    parser.add_argument("--slurm", action="store_true", help="as jobs of the current cluster")
     parser.add_argument("--series", type=int, default=0, help="judge so many, without servers")
     parser.add_argument("--train", action="store_true", help="only train (used by the program)")
     arguments = parser.parse_args()
@@ -80,7 +87,7 @@ def main() -> int:
         cwd=CHECKOUT,
     )
     try:
-        kills = watch(folder, arguments)
+        kills = (watch_jobs if arguments.slurm else watch)(folder, arguments)
     finally:
         training.kill()
         training.wait()
@@ -274,7 +281,10 @@ def disturb(model: GPT2LMHeadModel) -> None:
             parameter.add_(NOISE * parameter.std() * torch.randn_like(parameter))
 
 
-def command(folder: Path, checkpoints: int) -> list[str]:
+def command(
+    folder: Path, checkpoints: int, more: Mapping[str, Any] = MappingProxyType({})
+) -> list[str]:
+    """The command of the watch. more: other keys"""
     keys: dict[str, Any] = {
         "stages": "[watch]",
         "cluster_type": "interactive",
@@ -294,6 +304,7 @@ def command(folder: Path, checkpoints: int) -> list[str]:
         "watch.order": "oldest",
         "watch.keep_exports": 2,
         "watch.max_checkpoints": checkpoints,
+        **more,
     }
     return [sys.executable, str(CHECKOUT / "main.py"), *(f"{key}={keys[key]}" for key in keys)]
 
@@ -326,9 +337,56 @@ def watch(folder: Path, arguments: argparse.Namespace) -> int:
     return kills
 
 
+def watch_jobs(folder: Path, arguments: argparse.Namespace) -> int:
+    """Let jobs watch until all checkpoints are judged; returns how often one was killed."""
+    (folder / "training").mkdir(exist_ok=True)
+    deadline, draw, kills = time.monotonic() + arguments.seconds, random.Random(), 0
+    kill_at = time.monotonic() + draw.uniform(30, 90)
+    keys = {
+        "cluster_type": "bcm",
+        "cluster.python": sys.executable,
+        "cluster.gpus_per_node": "null",
+        "cluster.exclusive": False,
+        "cluster.mem": "null",
+        "watch.interval": 5,
+        "watch.attempts": 1 + arguments.kills,
+    }
+    while time.monotonic() < deadline:
+        jobs = [line.split() for line in slurm("squeue", "--noheader", "--format=%A %T %j")]
+        judged = Counter(line["name"] for line in journal(folder) if line["event"] == "judged")
+        if len(judged) >= arguments.checkpoints and not jobs:
+            break
+        if not any("watch" in name for _, _, name in jobs) and len(judged) < arguments.checkpoints:
+            with (folder / "watch.log").open("ab") as log:
+                line = command(folder, arguments.checkpoints, keys)
+                subprocess.run(line, cwd=CHECKOUT, stdout=log, stderr=log, check=False)
+        running = [job for job in jobs if job[1] == "RUNNING"]
+        if running and kills < arguments.kills and time.monotonic() > kill_at:
+            number, _, name = draw.choice(running)
+            slurm("scancel", "--signal=KILL", "--full", number)
+            print(f"killed job {number}, {name}", flush=True)
+            kills, kill_at = kills + 1, time.monotonic() + draw.uniform(30, 120)
+        time.sleep(3)
+    return kills
+
+
+def slurm(*command: str) -> list[str]:
+    """Lines that one of Slurm's commands prints."""
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    return done.stdout.splitlines()
+
+
+def journal(folder: Path) -> list[dict[str, Any]]:
+    """Events of the watch, [] before its first."""
+    path = folder / "results" / "gpt" / "watch" / "journal.jsonl"
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def report(folder: Path, kills: int, arguments: argparse.Namespace) -> int:
     series = folder / "results" / "gpt" / "watch"
-    lines = [json.loads(line) for line in (series / "journal.jsonl").read_text().splitlines()]
+    lines = journal(folder)
     judged = Counter(line["name"] for line in lines if line["event"] == "judged")
     started = Counter(line["name"] for line in lines if line["event"] == "started")
     trend = json.loads((series / "trend.json").read_text())["checkpoints"]

@@ -12,6 +12,9 @@ client sends one safetensors file (the header's length as eight bytes, little-en
 the values), whose metadata may say version, mode and drain_timeout. The server answers with a JSON
 object behind its length, in eight bytes, too: `version`, `digests`, ... or `error` and `kind`,
 after which the connection ends. Else the client may send the next file.
+
+Tensors on GPUs are not copied to the host: the metadata says where they are (`HANDLES` in
+contract/requests.py), no values follow the header, and the server's ranks read them there.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import json
 import mmap
 import socket
 import struct
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -29,7 +33,7 @@ from typing import Any, BinaryIO
 from launcher_scripts.clients.arguments import run_client
 from launcher_scripts.common.command_line import CommandParser
 from launcher_scripts.common.errors import ConfigError, ServerError, problem
-from launcher_scripts.contract.requests import EXCHANGE_MODES
+from launcher_scripts.contract.requests import EXCHANGE_MODES, HANDLES
 
 LENGTH = struct.Struct("<Q")
 MAX_REPLY = 1 << 20
@@ -82,7 +86,11 @@ class RefitClient:
             offsets = [at, at + size]
             entries[name] = {"dtype": dtype, "shape": [*tensor.shape], "data_offsets": offsets}
             at += size
-        return self._exchange(entries, map(_bytes_of, tensors.values()))
+        if not tensors or not all(getattr(item, "is_cuda", False) for item in tensors.values()):
+            return self._exchange(entries, map(_bytes_of, tensors.values()))
+        shared = {name: item.detach().contiguous() for name, item in tensors.items()}
+        entries["__metadata__"][HANDLES] = json.dumps(_handles(shared))
+        return self._exchange(entries, ())
 
     def send_file(self, path: Path, version: str = "", mode: str = "mixed") -> dict[str, Any]:
         """Serve the tensors of a safetensors file; see `send`."""
@@ -146,6 +154,20 @@ def _bytes_of(tensor: Any) -> Any:
     values = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
     values.tensor = tensor  # which has the memory
     return memoryview(values).cast("B")
+
+
+def _handles(tensors: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Return what other processes open the memory of contiguous CUDA tensors by, see HANDLES."""
+    cuda = sys.modules["torch"].cuda
+    result = {}
+    for name, tensor in tensors.items():
+        cuda.synchronize(tensor.device)
+        shared = tensor.untyped_storage()._share_cuda_()
+        storage = [item.hex() if isinstance(item, bytes) else item for item in shared[1:]]
+        first = tensor.storage_offset() * tensor.element_size()
+        uuid = str(cuda.get_device_properties(tensor.device).uuid)
+        result[name] = [uuid, *storage, first, int(tensor.nbytes)]
+    return result
 
 
 def main(argv: Sequence[str] | None = None) -> int:

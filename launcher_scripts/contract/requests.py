@@ -32,6 +32,11 @@ ExchangeMode = Literal["drain", "mixed"]
 SLEEPS = "the model sleeps: POST /wake_up makes it serve again"
 EXCHANGE_MODES: tuple[ExchangeMode, ...] = get_args(ExchangeMode)
 DRAIN_SECONDS = 30.0
+# Metadata of a refit whose values stay in the memory of GPUs; JSON, a tensor's name -> the GPU's
+# uuid; the handle, bytes and offset of its storage, and the handle and offset of that's counter,
+# the handle of an event and whether it is waited for, all as torch's processes share them, bytes
+# as hexadecimal digits; the tensor's first byte in the storage, and its bytes.
+HANDLES = "cuda_ipc"
 # Inputs with one value per row -> field of SamplingParameters.
 SAMPLING_FIELDS = {
     "runtime_top_k": "top_k",

@@ -39,9 +39,9 @@ from launcher_scripts.engine.messages.message import ExchangeWeights, RefitWeigh
 from launcher_scripts.engine.model.weight_loader import DTYPES, Reader
 from launcher_scripts.engine.ranks.operations import OperationError, Operations
 from launcher_scripts.engine.runner.loading import assemble_runner, open_checkpoint, read_weights
+from launcher_scripts.engine.runner.refit_source import RefitSource
 from launcher_scripts.engine.runner.weight_exchange import (
     HOST,
-    RefitSource,
     check_memory,
     open_export,
 )
@@ -137,6 +137,7 @@ class WeightSwaps:
             settings = self._engine.settings
             served = open_checkpoint(settings, verify=False)
             source = RefitSource.of(folder, served)
+            source.complete()
             references: list[Tensor] = []
             if probe:
                 self._check_memory(served)

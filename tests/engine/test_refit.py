@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from launcher_scripts.common.errors import BusyError, CheckpointError, ConfigError
-from launcher_scripts.contract.requests import GenerateRequest
+from launcher_scripts.contract.requests import HANDLES, GenerateRequest
 from launcher_scripts.engine.core.interruptible import InterruptibleScheduler
 from launcher_scripts.engine.engine import Engine
 from launcher_scripts.engine.ranks.operations import OperationError
-from launcher_scripts.engine.runner import operations
+from launcher_scripts.engine.runner import operations, refit_source
 from launcher_scripts.engine.swap import WeightSwaps
 from tests.checkpoint.exporting import change_json, export_folder
 from tests.checkpoint.tiny_models import DECODERS, LATER_DECODERS
@@ -123,6 +123,55 @@ def test_what_is_damaged_leaves_the_old_weights(served, damage, error, text):
         swaps.refit(after)
     assert torch.equal(context_logits(engine, IDS), before)
     assert swaps.version == 0
+
+
+class Trainer:
+    """Stands for a process whose tensors lie in the memory of GPUs: here they are on the CPU."""
+
+    def __init__(self, folder: Path, monkeypatch) -> None:
+        tensors = load_file(folder / WEIGHTS)
+        self.tensors = {name: item.clone() for name, item in tensors.items()}
+        raw = {name: item.reshape(-1).view(torch.uint8) for name, item in self.tensors.items()}
+        monkeypatch.setattr(refit_source, "opened_memory", lambda _: raw)
+        hollow = {name: torch.zeros_like(item) for name, item in tensors.items()}
+        save_file(hollow, folder / WEIGHTS, {HANDLES: "{}"})
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3"])
+def test_tensors_in_the_memory_of_another_process_are_read_there(tmp_path, monkeypatch, name):
+    before, after = folders(tmp_path, name)
+    engine = engine_of(before, tmp_path / "served")
+    swaps = WeightSwaps(engine)
+    swaps.refit(after)
+    expected = context_logits(engine, IDS)
+    swaps.refit(before)
+    trainer = Trainer(after, monkeypatch)
+    values = {key: item.clone() for key, item in trainer.tensors.items()}
+    swaps.refit(after)
+    assert torch.equal(context_logits(engine, IDS), expected)
+    swaps.refit(before)
+    assert all(torch.equal(trainer.tensors[key], values[key]) for key in values)
+    engine.close()
+
+
+def test_memory_that_does_not_fit_the_names_is_refused(served, monkeypatch):
+    engine, swaps, after = served
+    before = context_logits(engine, IDS)
+    Trainer(after, monkeypatch)
+    memory = refit_source.opened_memory("")
+    memory["model.norm.weight"] = memory["model.norm.weight"][:-1]
+    memory["other"] = memory.pop("lm_head.weight")
+    with pytest.raises(CheckpointError) as raised:
+        swaps.refit(after)
+    for text in ("model.norm.weight has another size", "other is", "lm_head.weight is"):
+        assert text in str(raised.value)
+    assert torch.equal(context_logits(engine, IDS), before)
+
+
+def test_handles_that_cannot_be_opened_are_refused():
+    for text in ("[]", '{"x": 3}', '{"x": ["GPU-1", "00", 1, 0, "00", 0, "00", true, 0, 1]}'):
+        with pytest.raises(CheckpointError, match="cannot be opened"):
+            refit_source.opened_memory(text)
 
 
 def test_a_sleeping_engine_refuses_requests_and_has_no_cache(served):

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from launcher_scripts.common.errors import ServerError
 from launcher_scripts.common.hosts import NodeRank
@@ -23,6 +24,7 @@ from launcher_scripts.engine.messages.message import (
     Failed,
     Message,
     NodeHello,
+    OperationRequest,
     RankHello,
     encode,
 )
@@ -37,9 +39,13 @@ from launcher_scripts.engine.ranks.links import (
     find_rendezvous,
     rendezvous_folders,
 )
+from launcher_scripts.engine.ranks.operations import OperationError
 from launcher_scripts.engine.ranks.ranks import WorkerGroup
+from launcher_scripts.engine.runner import weight_exchange
 from launcher_scripts.engine.runner.loading import RankSetup
-from tests.engine.small_models import engine_for, random_tensors, write_checkpoint
+from launcher_scripts.engine.runner.operations import RankOperations
+from launcher_scripts.engine.swap import WeightSwaps
+from tests.engine.small_models import context_logits, engine_for, random_tensors, write_checkpoint
 from tests.engine.test_parallel import GPT2, IDS, long_request, wait_until_gone
 from tests.processes import wait_for
 
@@ -175,6 +181,55 @@ def test_what_is_lost_on_another_node_is_named(group, who: str, number: int):
     if number == signal.SIGSTOP and who == "node":
         os.kill(node.process.pid, signal.SIGCONT)
     wait_until_gone([rank])
+
+
+def test_new_weights_are_served_by_the_ranks_of_all_nodes_or_of_none(
+    group, tmp_path: Path, monkeypatch
+):
+    engine, _ = group(2, 1, 2)
+    swaps = WeightSwaps(engine)
+    folder = tmp_path / "second" / "2-gpu"
+    second = write_checkpoint(folder, GPT2, random_tensors(GPT2, 1), 2)
+    before = context_logits(engine, IDS)
+    path = next(second.glob("*dense_h_to_4h.weight.1.bin"))  # which rank 1 alone reads
+    sound = path.read_bytes()
+    path.write_bytes(bytes([sound[0] ^ 1]) + sound[1:])
+    with pytest.raises(OperationError, match=rf"rank 1 on node 1 .*{path.name} is altered"):
+        swaps.swap(second)
+    assert torch.equal(context_logits(engine, IDS), before)
+    path.write_bytes(sound)
+    exchange = weight_exchange.exchange
+    with monkeypatch.context() as patch:  # rank 0 keeps some tensors, rank 1 exchanges all
+        patch.setattr(weight_exchange, "exchange", lambda pairs: exchange(pairs[:-3]))
+        with pytest.raises(OperationError, match="the weights before are served again"):
+            swaps.swap(second)
+    assert torch.equal(context_logits(engine, IDS), before)
+    assert swaps.version == 0
+    swaps.swap(second)
+    expected = engine_for(GPT2, random_tensors(GPT2, 1))
+    assert torch.allclose(context_logits(engine, IDS), context_logits(expected, IDS), atol=1e-4)
+    expected.close()
+
+
+@pytest.mark.parametrize("moment", [pytest.param("prepare", marks=pytest.mark.slow), "apply"])
+def test_a_rank_of_another_node_that_dies_during_an_exchange_ends_the_server(
+    group, tmp_path: Path, monkeypatch, moment: str
+):
+    engine, _ = group(2, 1, 2)
+    folder = tmp_path / "second" / "2-gpu"
+    second = write_checkpoint(folder, GPT2, random_tensors(GPT2, 1), 2)
+    pid, perform = engine.ranks[1].pid, RankOperations.perform
+
+    def perform_and_kill(operations: RankOperations, request: OperationRequest) -> None:
+        if request.action == moment:
+            os.kill(pid, signal.SIGKILL)
+        perform(operations, request)
+
+    monkeypatch.setattr(RankOperations, "perform", perform_and_kill)
+    with pytest.raises(ServerError, match=r"rank 1 on node 1 .*SIGKILL"):
+        WeightSwaps(engine).swap(second)
+    with pytest.raises(ServerError, match=r"rank 1 on node 1 .*SIGKILL"):
+        engine.submit(GenerateRequest(IDS, 3)).result(60)
 
 
 @pytest.mark.parametrize(

@@ -38,16 +38,18 @@ from launcher_scripts.common.errors import (
 from launcher_scripts.contract.requests import (
     DRAIN_SECONDS,
     EXCHANGE_MODES,
+    HANDLES,
     OPERATION_PARAMETER,
     ExchangeMode,
 )
 from launcher_scripts.engine.engine import Engine
+from launcher_scripts.engine.runner.refit_source import REFIT_FILE, SharedTensors
 from launcher_scripts.engine.swap import WeightSwaps
 from launcher_scripts.models.repository import served_models
 
 SHARED_MEMORY = Path("/dev/shm")
-WEIGHTS_NAME = "model.safetensors"
 PIECE = 1 << 24  # bytes of one call
+COMPARED_BYTES = 1 << 16  # of tensors in other memory: who opens a folder looks for equal ones
 SILENCE_SECONDS = 600.0
 # Set where nobody reaches the server but those who know the credentials of its start.
 CLOSED_VARIABLE = "LAUNCHER_CLOSED_SERVER"
@@ -244,7 +246,9 @@ class RefitSocket:
         folder = self._folder / "weights"
         folder.mkdir()
         try:
-            metadata = receive_refit(connection, folder / WEIGHTS_NAME)
+            metadata = receive_refit(connection, folder / REFIT_FILE)
+            if (memory := SharedTensors.of(folder)) is not None:
+                memory.write(COMPARED_BYTES)
             (folder / CONFIG_NAME).write_text(self._config_json())
             mode, seconds = drain_of(metadata, EXCHANGE_MODES[1])
             version = str(metadata.get("version", ""))
@@ -260,9 +264,10 @@ class RefitSocket:
         """Return the config.json of the model that is served. Raises CheckpointError."""
         if self._config is None:
             # The readers of all formats are loaded when they are needed.
-            from launcher_scripts.checkpoint.huggingface.export import transformers_config
+            from launcher_scripts.checkpoint.huggingface.export import exported_model
 
-            self._config = json.dumps(transformers_config(self._swaps.settings.checkpoint_dir))
+            model = exported_model(self._swaps.settings.checkpoint_dir)
+            self._config = json.dumps(model.config)
         return self._config
 
 
@@ -293,8 +298,10 @@ def receive_refit(connection: socket.socket, path: Path) -> dict[str, Any]:
         with mmap.mmap(file.fileno(), size) as content, memoryview(content) as view:
             start = len(prefix) + length
             view[:start] = prefix + header
-            fill(connection, view[start:])
-    return metadata if isinstance(metadata, dict) else {}
+            metadata = metadata if isinstance(metadata, dict) else {}
+            if HANDLES not in metadata:
+                fill(connection, view[start:])
+    return metadata
 
 
 def fill(connection: socket.socket, view: memoryview) -> None:

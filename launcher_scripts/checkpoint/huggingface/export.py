@@ -169,8 +169,8 @@ def export_huggingface(settings: ExportSettings, reference: Compare | None = Non
     return target
 
 
-def transformers_config(folder: Path) -> dict[str, Any]:
-    """Return the config.json of exported shards. Raises CheckpointError where there is no class."""
+def exported_model(folder: Path) -> TransformersContent:
+    """Return the model of exported shards. Raises CheckpointError where there is no class."""
     settings = ExportSettings(
         model_name=folder.name,
         checkpoint_path=str(folder),
@@ -180,7 +180,7 @@ def transformers_config(folder: Path) -> dict[str, Any]:
     )
     opened = open_export(settings)
     tasks, config = without_lora(opened.tasks, opened.config)
-    return transformers_model(replace(opened, tasks=tasks, config=config)).config
+    return transformers_model(replace(opened, tasks=tasks, config=config))
 
 
 def transformers_model(opened: OpenedExport, vocab_size: int | None = None) -> TransformersContent:

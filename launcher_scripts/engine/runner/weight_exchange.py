@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -23,11 +23,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
-from launcher_scripts.checkpoint.fastertransformer.manifest import identity, source_digest
-from launcher_scripts.checkpoint.formats.archive import Archive
+from launcher_scripts.checkpoint.fastertransformer.manifest import source_digest
 from launcher_scripts.checkpoint.layout.layouts import full_blocks, rank_columns
-from launcher_scripts.checkpoint.layout.tasks import Task, plan_tasks
-from launcher_scripts.checkpoint.layout.writing import strips
 from launcher_scripts.common.errors import CheckpointError, ConfigError, Problems, problem
 from launcher_scripts.common.files import MANIFEST, file_digest
 from launcher_scripts.engine.messages.message import (
@@ -39,9 +36,9 @@ from launcher_scripts.engine.model.gpt_weights import GPTWeightLoader
 from launcher_scripts.engine.model.kv_cache import available_memory
 from launcher_scripts.engine.model.weight_loader import DTYPES, Reader, Stored
 from launcher_scripts.engine.runner.loading import EngineSettings, open_checkpoint, read_weights
+from launcher_scripts.engine.runner.refit_source import RefitSource
 from launcher_scripts.engine.runner.runner import Runner
-from launcher_scripts.models import family_of
-from launcher_scripts.models.adapters import DIALECT, LoRASlots, adapters_of
+from launcher_scripts.models.adapters import LoRASlots, adapters_of
 from launcher_scripts.models.family import ModelConfig, WeightSpec
 
 HOST = torch.device("cpu")
@@ -159,80 +156,64 @@ class WeightRefit(AllExchange[RefitWeights]):
         return served, lambda spec, layer: source.read(spec, layer, parallelism.tp_size, tp_rank)
 
 
-@dataclass(frozen=True)
-class RefitSource:
-    """A transformers folder of the model that is served.
+class LoRALoad(TensorExchange[LoadLoRA]):
+    """One rank's part of adding an adapter.
 
-    served: the export that the server was started with: types of values, and adapters beside the
-            weights, are its own;  tasks: by the names of their tensors
+    Its values come into the memory of a slot, which rows of other adapters do not read.
     """
 
-    folder: Path
-    served: FTCheckpoint
-    tasks: Mapping[str, Task]
-
-    @classmethod
-    def of(cls, folder: Path, served: FTCheckpoint) -> RefitSource:
-        """Open the folder. Raises CheckpointError with every tensor that is missing, unknown or of
-        another shape, and ConfigError where it is another model.
-        """
+    def prepare(self, check: Callable[[], None]) -> None:
+        """Read this rank's part. Raises CheckpointError and ConfigError."""
         # The readers of all formats are loaded when they are needed.
-        from launcher_scripts.checkpoint.export import open_source
-        from launcher_scripts.checkpoint.huggingface.config_json import config_differences
+        from launcher_scripts.checkpoint.sources.adapters import read_lora
 
-        checkpoint = open_source(Archive(folder), "huggingface")
-        problems = Problems(f"the weights of {folder} for the model that is served")
-        for difference in config_differences(checkpoint.config, served.config):
-            problems.add(difference)
-        problems.raise_if_any(ConfigError)
-        rows = family_of(checkpoint.config).weights(checkpoint.config)
-        tasks = plan_tasks(checkpoint, rows, f"the weights of {folder}")
-        return cls(folder, served, {task.name: task for task in tasks})
+        path, weights, device = self._operation.path, self._network.weights, self._network.device
+        if (digest := source_digest(path)) != self._operation.digest:
+            message = f"{path} has other files than rank 0 has"
+            raise CheckpointError(problem(message, got=digest, choices=[self._operation.digest]))
+        parts, parallelism = adapters_of(weights.config), self._settings.parallelism
+        stack = read_lora(path, self._settings.checkpoint_dir)
+        check_slots(path, stack.fields, parts.loras)
+        slots = replace(parts.loras, count=1)
+        config = replace(weights.config, parts=replace(parts, **stack.fields, lora_slots=slots))
 
-    @property
-    def identity(self) -> str:
-        """Returns the digest of the names, sizes and times of the files."""
-        return identity({}, [self.folder])
+        def read(spec: WeightSpec, layer: int | None) -> Stored:
+            check()
+            (tensor,) = stack.shards[spec.tensor_name(layer)]
+            blocks = full_blocks(spec, config.of_layer(layer), tensor.read())
+            tp_rank = parallelism.tp_rank(self._rank)
+            local = config.of_layer(layer), parallelism.tp_size, tp_rank
+            part: NDArray[Any] = np.concatenate(rank_columns(spec, *local, blocks), axis=-1)
+            return part
 
-    def read(self, spec: WeightSpec, layer: int | None, tp_size: int, tp_rank: int) -> Stored:
-        """Return a rank's part of a tensor, as an export of the folder would have it."""
-        name = spec.tensor_name(layer)
-        if DIALECT in spec.sources:
-            return self.served.read(spec, layer, tp_rank)
-        if (task := self.tasks.get(name)) is None:
-            raise CheckpointError(f"{self.folder} has nothing that {name} is made of")
-        config = task.config.of_layer(layer)
-        columns = rank_columns(spec, config, tp_size, tp_rank, task.blocks())
-        dtype = self.served.dtype
-        part = in_file_order(columns, dtype)
-        if part is not None:
-            return part.reshape(spec.shape_on(config, tp_size))
-        values = [np.array(strip).reshape(-1) for strip in strips(columns, dtype, name)]
-        return np.concatenate(values).reshape(spec.shape_on(config, tp_size))
+        dtype = DTYPES[self._settings.data_type]
+        loader = GPTWeightLoader(config, parallelism, self._rank, dtype, HOST, read)
+        for key, served in weights.loras.items():
+            loader.lora(*key)
+            for name in ("down", "up"):
+                values = getattr(loader.loras[key], name)[0]
+                if not bool(values.isfinite().all()):
+                    stems, layer, _ = key
+                    message = f"{path}: {', '.join(stems)} of layer {layer} is not finite"
+                    raise CheckpointError(problem(message, got=self._settings.data_type))
+                slot = getattr(served, name)[self._operation.slot]
+                self._pairs.append((slot, pinned(values, device)))
 
 
-def in_file_order(columns: Sequence[NDArray[Any]], dtype: np.dtype[Any]) -> Stored | None:
-    """Return arrays side by side with as few copies as their order in memory allows, and turned
-    where all of them are transposed matrices; None where `strips` has to bring them into order.
-    """
-    if any(column.dtype != dtype or column.ndim != 2 for column in columns):
-        return None
-    if len(columns) == 1 and columns[0].flags.c_contiguous:
-        return columns[0]
-    rows = [column.T for column in columns]
-    if any(part.strides[1] != dtype.itemsize for part in rows):
-        return None
-    parts = [rows[0]]
-    for part in rows[1:]:
-        last = parts[-1]
-        follows = last.flags.c_contiguous and last.ctypes.data + last.nbytes == part.ctypes.data
-        if follows and part.flags.c_contiguous:
-            shape = len(last) + len(part), last.shape[1]
-            parts[-1] = np.lib.stride_tricks.as_strided(last, shape, writeable=False)
-        else:
-            parts.append(part)
-    result: Stored = np.concatenate(parts).T if len(parts) > 1 else np.ascontiguousarray(*parts).T
-    return result
+def check_slots(path: Path, fields: Mapping[str, Any], slots: LoRASlots) -> None:
+    """Raise ConfigError where an adapter with such fields does not fit into a slot."""
+    problems = Problems(f"the LoRA adapter {path}")
+    if fields["lora_rank"] > slots.rank:
+        problems.add(
+            "its rank is larger than the slots'",
+            got=fields["lora_rank"],
+            choices=[f"at most {slots.rank}"],
+            change="export.triton_deployment.max_lora_rank",
+        )
+    if others := sorted({*fields["lora_targets"]} - {*slots.targets}):
+        message = "it has projections that can only be merged"
+        problems.add(message, got=others, choices=slots.targets)
+    problems.raise_if_any(ConfigError)
 
 
 class ReachableCopies:
@@ -291,66 +272,6 @@ class _SideStream:
     def __exit__(self, *error: Any) -> None:
         self._stream.synchronize()
         self._context.__exit__(*error)
-
-
-class LoRALoad(TensorExchange[LoadLoRA]):
-    """One rank's part of adding an adapter.
-
-    Its values come into the memory of a slot, which rows of other adapters do not read.
-    """
-
-    def prepare(self, check: Callable[[], None]) -> None:
-        """Read this rank's part. Raises CheckpointError and ConfigError."""
-        # The readers of all formats are loaded when they are needed.
-        from launcher_scripts.checkpoint.sources.adapters import read_lora
-
-        path, weights, device = self._operation.path, self._network.weights, self._network.device
-        if (digest := source_digest(path)) != self._operation.digest:
-            message = f"{path} has other files than rank 0 has"
-            raise CheckpointError(problem(message, got=digest, choices=[self._operation.digest]))
-        parts, parallelism = adapters_of(weights.config), self._settings.parallelism
-        stack = read_lora(path, self._settings.checkpoint_dir)
-        check_slots(path, stack.fields, parts.loras)
-        slots = replace(parts.loras, count=1)
-        config = replace(weights.config, parts=replace(parts, **stack.fields, lora_slots=slots))
-
-        def read(spec: WeightSpec, layer: int | None) -> Stored:
-            check()
-            (tensor,) = stack.shards[spec.tensor_name(layer)]
-            blocks = full_blocks(spec, config.of_layer(layer), tensor.read())
-            tp_rank = parallelism.tp_rank(self._rank)
-            local = config.of_layer(layer), parallelism.tp_size, tp_rank
-            part: NDArray[Any] = np.concatenate(rank_columns(spec, *local, blocks), axis=-1)
-            return part
-
-        dtype = DTYPES[self._settings.data_type]
-        loader = GPTWeightLoader(config, parallelism, self._rank, dtype, HOST, read)
-        for key, served in weights.loras.items():
-            loader.lora(*key)
-            for name in ("down", "up"):
-                values = getattr(loader.loras[key], name)[0]
-                if not bool(values.isfinite().all()):
-                    stems, layer, _ = key
-                    message = f"{path}: {', '.join(stems)} of layer {layer} is not finite"
-                    raise CheckpointError(problem(message, got=self._settings.data_type))
-                slot = getattr(served, name)[self._operation.slot]
-                self._pairs.append((slot, _pinned(values, device)))
-
-
-def check_slots(path: Path, fields: Mapping[str, Any], slots: LoRASlots) -> None:
-    """Raise ConfigError where an adapter with such fields does not fit into a slot."""
-    problems = Problems(f"the LoRA adapter {path}")
-    if fields["lora_rank"] > slots.rank:
-        problems.add(
-            "its rank is larger than the slots'",
-            got=fields["lora_rank"],
-            choices=[f"at most {slots.rank}"],
-            change="export.triton_deployment.max_lora_rank",
-        )
-    if others := sorted({*fields["lora_targets"]} - {*slots.targets}):
-        message = "it has projections that can only be merged"
-        problems.add(message, got=others, choices=slots.targets)
-    problems.raise_if_any(ConfigError)
 
 
 def named_tensors(weights: object) -> dict[str, Tensor]:
@@ -480,6 +401,6 @@ def _chunks(pairs: Sequence[Pair]) -> list[Pair]:
     return result
 
 
-def _pinned(tensor: Tensor, device: torch.device) -> Tensor:
+def pinned(tensor: Tensor, device: torch.device) -> Tensor:
     """The tensor in memory that the device reads by itself."""
     return tensor.pin_memory() if device.type == "cuda" else tensor
