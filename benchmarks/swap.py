@@ -24,12 +24,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType
 from typing import Any
+from unittest.mock import MagicMock
 
 import torch
 
@@ -55,7 +55,6 @@ class Clients:
     """Streams of clients, and the times of their tokens."""
 
     engine: Engine
-    max_requests: int
     answered: int = 0
     failed: int = 0
     mixed: int = 0
@@ -65,7 +64,7 @@ class Clients:
 
     def run(self, number: int) -> None:
         """One client until the end."""
-        while not self.stopping.is_set() and self.answered + self.failed < self.max_requests:
+        while not self.stopping.is_set():
             times: list[float] = []
             ids = tuple(2 + (37 * index + number) % 1000 for index in range(PROMPT_TOKENS))
             future = self.engine.submit(
@@ -91,10 +90,6 @@ class Clients:
             time.sleep(0.1)
         return {"longest_gap": self.longest_gap(began, end + 1.0)}
 
-    def running(self, threads: Sequence[threading.Thread]) -> bool:
-        """Return whether a client still asks."""
-        return any(thread.is_alive() for thread in threads)
-
     def longest_gap(self, start: float, end: float) -> float:
         """The longest time between two tokens of a stream that ended in this time."""
         with self.lock:
@@ -109,7 +104,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--shape", choices=(*CONFIGS, *TINY), default="1.3b")
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--clients", type=int, default=128)
-    parser.add_argument("--requests", type=int, default=10_000)
+    parser.add_argument("--requests", type=int, default=10_000, help="at least")
     parser.add_argument("--swaps", type=int, default=4, help="at most, of each mode")
     parser.add_argument("--modes", nargs="+", choices=EXCHANGE_MODES, default=list(EXCHANGE_MODES))
     parser.add_argument("--refits", type=int, default=3, help="by tensors over the socket")
@@ -151,7 +146,7 @@ def measure(
     """Exchange weights while clients stream."""
     engine = Engine.load(settings)
     engine.warm_up()
-    swaps, clients = WeightSwaps(engine), Clients(engine, arguments.requests)
+    swaps, clients = WeightSwaps(engine), Clients(engine)
     threads = [
         threading.Thread(target=clients.run, args=(number,)) for number in range(arguments.clients)
     ]
@@ -179,7 +174,7 @@ def measure(
             ended = reply.pop("ended")
             refits.append({**reply, **clients.around(ended - reply["seconds"], ended)})
             print(json.dumps(refits[-1]), flush=True)
-    while rows and clients.running(threads):
+    while clients.answered + clients.failed < arguments.requests:
         time.sleep(0.1)
     clients.stopping.set()
     for thread in threads:
@@ -213,7 +208,7 @@ def seconds_of(result: dict[str, Any]) -> dict[str, Any]:
 def sent(swaps: WeightSwaps, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Have a process send tensors of the model; yield its replies."""
     # Of a server's process; here nobody else gives answers to requests.
-    sys.modules.setdefault("triton_python_backend_utils", ModuleType("pb_utils"))
+    sys.modules.setdefault("triton_python_backend_utils", MagicMock())
     from launcher_scripts.backends.fastertransformer.operations import RefitSocket
 
     tensors = exported_model(swaps.folder).tensors
