@@ -104,10 +104,13 @@ class RefitSource:
         columns = rank_columns(spec, config, tp_size, tp_rank, task.blocks())
         views = [None if self.memory is None else self.memory.view(item) for item in columns]
         present = [view for view in views if view is not None]
+        dtype = self.served.dtype
         if present and len(present) == len(views):
             # Copies, since what is exchanged with them is not the other process's.
-            return torch.cat([view.t() for view in present]).t().reshape(shape)
-        dtype = self.served.dtype
+            turned = present[0].dim() == 2  # as the rows stand in memory
+            parts = [view.t() if turned else view for view in present]
+            full = torch.cat(parts, dim=0 if turned else -1).to(VIEWED[dtype])
+            return (full.t() if turned else full).reshape(shape)
         part = in_file_order(columns, dtype)
         if part is not None:
             return part.reshape(shape)
