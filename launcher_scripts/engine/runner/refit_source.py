@@ -28,8 +28,8 @@ from launcher_scripts.checkpoint.formats.source_tensor import (
     parse_header,
 )
 from launcher_scripts.checkpoint.layout.layouts import rank_columns
-from launcher_scripts.checkpoint.layout.writing import strips
 from launcher_scripts.checkpoint.layout.tasks import Task, plan_tasks
+from launcher_scripts.checkpoint.layout.writing import strips
 from launcher_scripts.common.errors import CheckpointError, ConfigError, Problems
 from launcher_scripts.common.files import parse_json
 from launcher_scripts.contract.requests import HANDLES
