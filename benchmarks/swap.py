@@ -237,6 +237,7 @@ def send(path: Path, names: Path, count: int) -> int:
             reply = client.send(tensors, version=f"step-{number}")
             seconds = time.perf_counter() - began
             print(json.dumps({"seconds": seconds, **seconds_of(reply)}), flush=True)
+            time.sleep(QUIET_SECONDS)
     return 0
 
 
