@@ -62,7 +62,7 @@ def make_packed(
     assert result.quantization == quantization and result.weight.shape == (out, size // 2)
     if kind == quantization:
         return result
-    zeros = torch.randint(0, 16, result.scale.shape, dtype=torch.int32, device=DEVICE)
+    zeros = torch.randint(5, 12, result.scale.shape, dtype=torch.int32, device=DEVICE)
     return replace(result, scale=with_zero_points(result.scale, zeros))
 
 

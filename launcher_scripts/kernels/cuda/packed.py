@@ -241,22 +241,23 @@ def _numbers(word, BYTE: tl.constexpr, E2M1: tl.constexpr):
 
 
 @triton.jit
-def _of_periods(values):
-    """Sums of the eight words of a period."""
+def _of_pairs(values):
+    """Sums of the words that a thread holds side by side."""
     ROWS: tl.constexpr = values.shape[0]
-    PERIODS: tl.constexpr = values.shape[1] // PER_WORD
-    return tl.sum(tl.reshape(values, [ROWS, PERIODS, PER_WORD]), 2)
+    PAIRS: tl.constexpr = values.shape[1] // PER_LOAD
+    return tl.sum(tl.reshape(values, [ROWS, PAIRS, PER_LOAD]), 2)
 
 
 @triton.jit
 def _add_words(total, word, scales, rows, first, low, high, OUT: tl.constexpr, IN: tl.constexpr):
-    """total [ROWS, periods] plus the products of words' codes with their inputs.
+    """total [ROWS, pairs of words] plus the products of words' codes with their inputs.
 
     first: the number of the first word
     low, high: the inputs of the low and of the high codes, which are RAISED, and their sums
     """
     e2m1: tl.constexpr = scales.dtype.element_ty == tl.uint8
-    periods = first // PER_WORD + tl.arange(0, total.shape[1])[None, :]
+    pairs = first // PER_LOAD + tl.arange(0, total.shape[1])[None, :]
+    periods = pairs // (PER_WORD // PER_LOAD)
     mask = (rows < OUT)[:, None] & (periods < IN // PERIOD)
     at = scales + rows[:, None].to(tl.int64) * (IN // GROUP)
     scale, other_scale, zero, other_zero = load_scales(at, periods * 2, mask)
@@ -266,7 +267,7 @@ def _add_words(total, word, scales, rows, first, low, high, OUT: tl.constexpr, I
         number, other_number = _numbers(word, byte, e2m1)
         one += number * low[byte]
         other += other_number * high[byte]
-    one, other = _of_periods(one), _of_periods(other)
+    one, other = _of_pairs(one), _of_pairs(other)
     if not e2m1:
         one = one * INT4_LOWERED - zero * low[4]
         other = other * INT4_LOWERED - other_zero * high[4]
@@ -275,14 +276,14 @@ def _add_words(total, word, scales, rows, first, low, high, OUT: tl.constexpr, I
 
 @triton.jit
 def _raised(x, first, mask, E2M1: tl.constexpr, HIGH: tl.constexpr, ROWS: tl.constexpr):
-    """Four inputs of codes as `_numbers` has them, and their sums over periods [1, PERIODS]."""
+    """Four inputs of codes as `_numbers` has them, and their sums over pairs of words."""
     one, two, three, four = _quads(x, first, mask, ROWS)
     if E2M1:
         total = 0.0
         one, two, three, four = one * RAISED, two * RAISED, three * RAISED, four * RAISED
     else:
         alone, beside, third, fourth = _quads(x, first, mask, 1)
-        total = _of_periods(alone + beside + third + fourth)
+        total = _of_pairs(alone + beside + third + fourth)
         unit: tl.constexpr = RAISED / (16.0 if HIGH else 1.0)
         one, two = one * unit, two * (unit / 256)
         three, four = three * unit, four * (unit / 256)
@@ -299,8 +300,8 @@ def multiply_packed(
     ROWS: tl.constexpr = tile.shape[0]
     WORDS: tl.constexpr = tile.shape[1]
     e2m1: tl.constexpr = scales.dtype.element_ty == tl.uint8
-    product = tl.zeros([ROWS, WORDS // PER_WORD], tl.float32)
-    other = tl.zeros([ROWS, WORDS // PER_WORD], tl.float32)
+    product = tl.zeros([ROWS, WORDS // PER_LOAD], tl.float32)
+    other = tl.zeros([ROWS, WORDS // PER_LOAD], tl.float32)
     for first in tl.static_range(0, IN // PER_WORD, WORDS):
         if first > 0:
             tile = load_words(weight, rows, first, OUT, IN, WORDS)
