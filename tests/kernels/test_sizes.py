@@ -94,7 +94,14 @@ def test_attention_of_many_rows(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("data_type", "quantization"),
-    [("bf16", None), ("bf16", "int8"), ("bf16", "fp8"), ("fp32", None)],
+    [
+        ("bf16", None),
+        ("bf16", "int8"),
+        ("bf16", "fp8"),
+        ("bf16", "int4"),
+        ("bf16", "mxfp4"),
+        ("fp32", None),
+    ],
 )
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_measured_model(

@@ -197,7 +197,7 @@ class WeightLoader(ABC):
         is_mixture = bool(getattr(self.config, "num_experts", None))
         if self.quantization == "mxfp4" and is_mixture and ".experts." not in names[0]:
             return None
-        spec, tp_size = self._specs[names[0]], self.parallelism.tp_size
+        spec, tp_size = self._specs[f"{names[0]}.weight"], self.parallelism.tp_size
         full, local = (spec.shape_on(self.config, size)[0] for size in (1, tp_size))
         if full % PERIOD:
             return None

@@ -271,7 +271,9 @@ def dot_tile(
     if tile:
         return DotTile(*tile)
     if quantization in FOUR_BITS:
-        return DotTile(64, 256, 2, 4, SPLITS.get(kind, 1))
+        # e4m3 has matrix units that read registers for four warps alone
+        tile = DotTile(128, 256, 4, 3, 1) if quantization == "mxfp4" else DotTile(64, 256, 2, 4, 1)
+        return tile._replace(splits=SPLITS.get(kind, 1))
     return DotTile(64, 256 if quantization else 128, 4, 4, SPLITS.get(kind, 1))
 
 

@@ -54,10 +54,19 @@ FP8_MAX = tl.constexpr(440 * 8)  # a rounded quotient by 448 could be more than 
 
 
 @triton.jit
-def split_rows(x, hi_lo, steps, size, USE_PDL: tl.constexpr, BLOCK: tl.constexpr):
+def split_rows(
+    x,
+    hi_lo,
+    steps,
+    size,
+    ALIKE: tl.constexpr,
+    USE_PDL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """One program: one row of x [N, size] as (base * high + low) * step.
 
     hi_lo: bytes [2, N, size], the high ones first;  steps: float32 [N]
+    ALIKE: of e4m3, as (high + low) * step, so that one sum takes both
     """
     if USE_PDL:
         gdc_launch_dependents()
@@ -78,6 +87,9 @@ def split_rows(x, hi_lo, steps, size, USE_PDL: tl.constexpr, BLOCK: tl.constexpr
         rounded = values / step
         high = of_four_bits(rounded / FP8_BASE)
         low = rounded - high * FP8_BASE
+        if ALIKE:
+            low /= FP8_BASE
+            step *= FP8_BASE
     target = hi_lo + row * size + columns
     tl.store(target, high.to(hi_lo.dtype.element_ty), mask=mask)
     lows = tl.num_programs(0).to(tl.int64) * size
@@ -141,10 +153,12 @@ def dot_hi_lo(
 
 def splits(x: Tensor, quantization: Quantization | None) -> bool:
     """Return whether x [N, in] is split for weights that are so quantized."""
+    if quantization == "mxfp4":
+        return x.dtype == torch.bfloat16 and traits_of(x.device).has_pdl
     return quantization == "int8" or (quantization == "fp8" and x.dtype == torch.bfloat16)
 
 
-def split_hi_lo(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def split_hi_lo(x: Tensor, dtype: torch.dtype, *, alike: bool = False) -> tuple[Tensor, Tensor]:
     """x [N, in] as a weight of `dtype` is multiplied with: hi_lo [2, N, in] of it, steps [N]."""
     count, size = x.shape
     hi_lo = torch.empty(2, count, size, dtype=dtype, device=x.device)
@@ -152,9 +166,16 @@ def split_hi_lo(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     block = triton.next_power_of_2(size)
     warps = max(1, min(32, block // 512))
     launcher(split_rows, (count,))(
-        x, hi_lo, steps, size, BLOCK=block, num_warps=warps, **pdl_options(x)
+        x, hi_lo, steps, size, ALIKE=alike, BLOCK=block, num_warps=warps, **pdl_options(x)
     )
     return hi_lo, steps
+
+
+def split_for(x: Tensor, linear: Linear) -> tuple[Tensor, Tensor]:
+    """split_hi_lo of x [N, in] for a weight in bytes or in mxfp4."""
+    if linear.quantization == "mxfp4":
+        return split_hi_lo(x, torch.float8_e4m3fn, alike=True)
+    return split_hi_lo(x, linear.weight.dtype)
 
 
 MAX_ROWS = 64
@@ -281,6 +302,8 @@ def dot_rows(
         inputs, valid = x + batch[None, :] * IN, (batch < count)[None, :]
         value = add_packed(
             inputs,
+            steps + batch[None, :],
+            count * IN,
             valid,
             starts,
             line_scales,
@@ -397,7 +420,7 @@ def _launch(
 ) -> None:
     maxima, indices = (x, x) if largest is None else largest
     split = splits(x, linear.quantization)
-    operand, steps = split_hi_lo(x, linear.weight.dtype) if split else (x, x)
+    operand, steps = split_for(x, linear) if split else (x, x)
     gate_bias = None if gate is None else gate.bias
     batch = max(MIN_BATCH, triton.next_power_of_2(x.shape[0]))
     if linear.quantization in FOUR_BITS:

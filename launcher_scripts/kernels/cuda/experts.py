@@ -18,7 +18,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from launcher_scripts.common.quantization import FOUR_BITS
 from launcher_scripts.kernels.cuda.compiling import DotTile, launcher, pdl_options, traits_of
-from launcher_scripts.kernels.cuda.dot import MAX_ROWS, MIN_BATCH, add_pieces, halves
+from launcher_scripts.kernels.cuda.dot import (
+    MAX_ROWS,
+    MIN_BATCH,
+    add_pieces,
+    halves,
+    split_for,
+    splits,
+)
 from launcher_scripts.kernels.cuda.elementwise import ACTIVATION_CODES, activate, activate_gated
 from launcher_scripts.kernels.cuda.gemv import scales_of
 from launcher_scripts.kernels.cuda.packed import GROUP, add_packed, packed_block
@@ -27,6 +34,7 @@ from launcher_scripts.kernels.operands import ExpertMLPs, Linear, Router
 MAX_TOKENS = 8192  # whose results lie side by side before they are summed
 MAX_AT_ONCE = 2048  # choices
 MAX_BATCH = 128
+LONE_BATCH = 8  # the narrow side of a product with weights of four bits, for one choice
 FEW_CHOICES = 32  # of an expert, whose weight takes longer to read than to multiply
 CACHED = 40 << 20  # bytes of an expert's weight that the L2 cache keeps for its next block
 TILES = {  # by the choices of a block
@@ -37,7 +45,12 @@ TILES = {  # by the choices of a block
 }
 
 
-PACKED_TILES = {  # the same of weights of four bits
+SPLIT_TILES = {  # of weights in mxfp4, with inputs that are split
+    16: DotTile(128, 192, 4, 3, 1),
+    32: DotTile(128, 192, 4, 3, 1),
+}
+LONE_TILE = DotTile(32, 192, 2, 4, 1)  # of weights of four bits with one token
+PACKED_TILES = {  # the same with more
     16: DotTile(128, 192, 2, 3, 1),
     32: DotTile(64, 192, 2, 3, 1),
     64: DotTile(64, 192, 2, 3, 1),
@@ -171,6 +184,7 @@ def group_choices(
 @triton.jit
 def expert_rows(
     x,
+    steps,
     weight,
     gate_weight,
     scales,
@@ -198,6 +212,7 @@ def expert_rows(
 ):
     """act(W x) * (W2 x) of the block's expert and its choices' tokens: out [choices, OUT].
 
+    x and steps may be what dot.split_rows makes of x, where the weights have four bits.
     BIASED: each product plus its expert's bias.
     LONE: there is one token, whose choices have a block each; choices are not read.
     NEIGHBOURS: how many blocks' programs for the same rows run one after the other, so that those
@@ -238,8 +253,23 @@ def expert_rows(
         line_scales = scales + groups
         if GATED:
             line_scales = tl.where(lines < tile_rows, line_scales, gate_scales + groups)
+        step_of_x = steps + tl.where(present, read, 0)[None, :]
+        lows = (count * PER_TOKEN if DOWN else count) * IN
         value = add_packed(
-            inputs, valid, starts, line_scales, local, 0, IN, even, ROWS, BLOCK, BATCH, USE_PDL
+            inputs,
+            step_of_x,
+            lows,
+            valid,
+            starts,
+            line_scales,
+            local,
+            0,
+            IN,
+            even,
+            ROWS,
+            BLOCK,
+            BATCH,
+            USE_PDL,
         )
     else:
         value = add_pieces(inputs, valid, starts, local, 0, IN, IN, even, ROWS, BLOCK, BATCH)
@@ -329,8 +359,13 @@ def _launch(
 ) -> None:
     count, per_token = chosen.shape
     out_size, in_size = linear.weight.shape[1], linear.in_size
-    packed = linear.quantization in FOUR_BITS
-    tile = (PACKED_TILES if packed else TILES)[blocks.size]
+    packed, lone = linear.quantization in FOUR_BITS, blocks.choices is None
+    split = linear.quantization == "mxfp4" and splits(x, linear.quantization)
+    split = split and not lone and blocks.size in SPLIT_TILES
+    operand, steps = split_for(x, linear) if split else (x, x)
+    tile = (SPLIT_TILES if split else PACKED_TILES if packed else TILES)[blocks.size]
+    if packed and lone:
+        tile = LONE_TILE
     inputs_width, width = x.element_size(), linear.weight.element_size()
     if packed:
         tile = tile._replace(block=packed_block(in_size, tile.block))
@@ -340,7 +375,8 @@ def _launch(
     products = 1 if gate is None else 2
     tile_rows = tile.rows // products
     launcher(expert_rows, (triton.cdiv(out_size, tile_rows), blocks.count))(
-        x,
+        operand,
+        steps,
         linear.weight,
         linear.weight if gate is None else gate.weight,
         x if linear.scale is None else linear.scale,
@@ -359,11 +395,11 @@ def _launch(
         ACTIVATION=ACTIVATION_CODES[activation],
         GATED=gate is not None,
         BIASED=linear.bias is not None,
-        LONE=blocks.choices is None,
+        LONE=lone,
         NEIGHBOURS=8 if products * out_size * in_size * width > CACHED else 1,
         ROWS=tile.rows,
         BLOCK=tile.block,
-        BATCH=blocks.size,
+        BATCH=LONE_BATCH if packed and lone else blocks.size,
         num_warps=tile.warps,
         num_stages=tile.stages,
         **pdl_options(x),
