@@ -140,7 +140,7 @@ def test_inputs_split_to_e4m3(monkeypatch):
     """As a Hopper GPU's steps of several rows split them; the interpreter rounds their low parts
     otherwise."""
     for module in (dot, experts):
-        monkeypatch.setattr(module, "splits", lambda x, quantization: quantization == "mxfp4")
+        monkeypatch.setattr(module, "splits", lambda _, quantization: quantization == "mxfp4")
     dtype, error = DOT_TYPES[1], 5e-2 if INTERPRETED else 1e-2
     linear = make_packed("mxfp4", FFN, HIDDEN, None, dtype)
     x = random(3, HIDDEN, dtype=dtype)

@@ -226,6 +226,7 @@ def pdl_options(tensor: Tensor) -> dict[str, bool]:
 
 TABLE = Path(__file__).with_name("tiles.json")
 SPLITS = {"add": 4, "router": 8}  # programs that share a product's columns; of other kinds 1
+PACKED_SPLITS = {"add": 8, "heads": 4, "query": 4}  # the same of weights of four bits
 PAIRED = ("heads", "gated")  # two rows of the weight for every row of the tile
 
 
@@ -271,9 +272,7 @@ def dot_tile(
     if tile:
         return DotTile(*tile)
     if quantization in FOUR_BITS:
-        # e4m3 has matrix units that read registers for four warps alone
-        tile = DotTile(128, 256, 4, 3, 1) if quantization == "mxfp4" else DotTile(64, 256, 2, 4, 1)
-        return tile._replace(splits=SPLITS.get(kind, 1))
+        return DotTile(128, 128, 4, 3, PACKED_SPLITS.get(kind, 1))
     return DotTile(64, 256 if quantization else 128, 4, 4, SPLITS.get(kind, 1))
 
 
