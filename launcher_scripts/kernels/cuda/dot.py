@@ -425,6 +425,7 @@ def _launch(
     batch = max(MIN_BATCH, triton.next_power_of_2(x.shape[0]))
     if linear.quantization in FOUR_BITS:
         tile = tile._replace(block=packed_block(linear.in_size, tile.block), prefetch=0)
+        tile = tile._replace(warps=2 * tile.warps if batch > 32 else tile.warps)  # for sums
     tile = tile.fitting(batch, linear.weight.element_size(), traits_of(x.device).shared_bytes)
     tile_rows = tile.rows if gate is None else tile.rows // 2
     launcher(dot_rows, (triton.cdiv(out_size, tile_rows), tile.splits))(
