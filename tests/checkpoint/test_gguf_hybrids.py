@@ -21,6 +21,7 @@ from tests.checkpoint.engine_answers import answers
 from tests.checkpoint.exporting import export_folder, refused_export
 from tests.checkpoint.gguf_maker import finish
 from tests.checkpoint.tiny_models import LATER_DECODERS, T5, TinyModel
+from tests.engine import test_family_switches as family_switches
 from tests.engine.test_hybrids import FAMILIES, made
 from tests.engine.test_later_decoders import save_nas
 
@@ -166,6 +167,13 @@ def falcon_h1(name: str, values: np.ndarray, config: dict[str, Any]) -> Tensors:
 
 
 def lfm2(name: str, values: np.ndarray, _config: dict[str, Any]) -> Tensors:
+    yield name, values.squeeze(1) if "conv.conv.weight" in name else values
+
+
+def lfm2_moe(name: str, values: np.ndarray, _config: dict[str, Any]) -> Tensors:
+    """The converter makes a module's bias of the router's."""
+    name = name.replace(".expert_bias", ".expert_bias.bias")
+    name = name.removeprefix("model.") if ".experts." in name else name
     yield name, values.squeeze(1) if "conv.conv.weight" in name else values
 
 
@@ -481,6 +489,29 @@ def test_hybrids(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         values |= {"block_count": layers + 1, "nextn_predict_layers": 1}
         change = with_predictor(change, layers)
     write(architecture, tmp_path / "hf", tmp_path / "m.gguf", change, values, layers + 1)
+    check(tmp_path, 2)
+
+
+def test_short_convolutions_and_experts(tmp_path: Path) -> None:
+    fields = {**family_switches.drawn("lfm2_moe", 0), "num_hidden_layers": 3, "num_dense_layers": 1}
+    fields |= {"layer_types": ["conv", "full_attention", "conv"], "use_expert_bias": True}
+    fields |= {"rope_parameters": family_switches.DEFAULT}
+    family_switches.made("lfm2_moe", fields).save_pretrained(tmp_path / "hf")
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    values = base(config) | {
+        "attention.head_count_kv": [
+            0 if kind == "conv" else config["num_key_value_heads"] for kind in config["layer_types"]
+        ],
+        "shortconv.l_cache": config["conv_L_cache"],
+        "leading_dense_block_count": 1,
+        "expert_count": config["num_experts"],
+        "expert_used_count": config["num_experts_per_tok"],
+        "expert_feed_forward_length": config["moe_intermediate_size"],
+        "expert_gating_func": 2,
+        "expert_weights_norm": config["norm_topk_prob"],
+        "expert_weights_scale": float(config["routed_scaling_factor"]),
+    }
+    write("lfm2moe", tmp_path / "hf", tmp_path / "m.gguf", lfm2_moe, values, 3)
     check(tmp_path, 2)
 
 

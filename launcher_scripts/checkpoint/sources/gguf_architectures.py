@@ -21,6 +21,7 @@ from launcher_scripts.checkpoint.sources.gguf_parameters import (
     head_size,
     llama,
     rotary,
+    silu_and_rms_norms,
     vocab_size,
 )
 
@@ -209,6 +210,46 @@ def _bloom(model: Model) -> dict[str, Any]:
     }
 
 
+def _deci(model: Model) -> dict[str, Any]:
+    """Llama-Nemotron: a layer without heads of keys has a linear layer if it has any heads."""
+    fields = model.fields
+    raw = rotary(model, mixed=True)
+    blocks = []
+    for layer in range(raw["num_hidden_layers"]):
+        heads, groups, width = (
+            fields.of_layer(name, layer, 0)
+            for name in ("attention.head_count", "attention.head_count_kv", "feed_forward_length")
+        )
+        linear = heads > 0 == groups
+        attention = {
+            "no_op": heads == 0,
+            "replace_with_linear": linear,
+            "num_query_groups": groups or None,
+        }
+        ffn = {"no_op": width == 0, "replace_with_linear": False, "ffn_hidden_size": width or None}
+        blocks.append({"attention": attention, "ffn": ffn})
+        full = raw["num_attention_heads"]
+        if heads not in (0, full):
+            fields.problems.add("attention.head_count differs between layers", got=heads)
+    return {
+        **raw,
+        "block_configs": blocks,
+        "num_key_value_heads": None,
+        "intermediate_size": None,
+        **silu_and_rms_norms(fields),
+    }
+
+
+def _deci_names(model: Model) -> dict[str, str]:
+    """A linear layer in place of attention is called like the output projection."""
+    return {
+        f"blk.{layer}.attn_output.weight": f"layers.{layer}.self_attn.linear_attn.weight"
+        for layer in range(model.fields.size("block_count"))
+        if f"blk.{layer}.attn_output.weight" in model.shapes
+        and f"blk.{layer}.attn_q.weight" not in model.shapes
+    }
+
+
 def _t5(model: Model) -> dict[str, Any]:
     """T5 and mT5, whose MLP is gated by GELU or not gated; the distance is that of all T5s."""
     fields = model.fields
@@ -363,6 +404,9 @@ ARCHITECTURES: dict[str, GGUFArchitecture] = {
     "nemotron": GGUFArchitecture("nemotron", _nemotron, tensors.LLAMA_NAMES, tensors.CENTRED),
     "gptneox": GGUFArchitecture("gpt_neox", _gptneox, _GPTNEOX_NAMES, _GROUPED),
     "falcon": GGUFArchitecture("falcon", _falcon, _BLOOM_NAMES, _GROUPED, _falcon_names),
+    "deci": GGUFArchitecture(
+        "nemotron-nas", _deci, tensors.LLAMA_NAMES, tensors.HALVES, _deci_names
+    ),
     "t5": _T5,
     "t5encoder": _T5,
     **gemma.ARCHITECTURES,

@@ -114,45 +114,6 @@ def _routing(model: Model, functions: Sequence[int]) -> dict[str, Any]:
     }
 
 
-def _deci(model: Model) -> dict[str, Any]:
-    """Llama-Nemotron: a layer without heads of keys has a linear layer if it has any heads."""
-    fields = model.fields
-    raw = rotary(model, mixed=True)
-    blocks = []
-    for layer in range(raw["num_hidden_layers"]):
-        heads, groups, width = (
-            fields.of_layer(name, layer, 0)
-            for name in ("attention.head_count", "attention.head_count_kv", "feed_forward_length")
-        )
-        linear = heads > 0 == groups
-        attention = {
-            "no_op": heads == 0,
-            "replace_with_linear": linear,
-            "num_query_groups": groups or None,
-        }
-        ffn = {"no_op": width == 0, "replace_with_linear": False, "ffn_hidden_size": width or None}
-        blocks.append({"attention": attention, "ffn": ffn})
-        full = raw["num_attention_heads"]
-        if heads not in (0, full):
-            fields.problems.add("attention.head_count differs between layers", got=heads)
-    return {
-        **raw,
-        "block_configs": blocks,
-        "num_key_value_heads": None,
-        "intermediate_size": None,
-        **silu_and_rms_norms(fields),
-    }
-
-
-def _deci_names(model: Model) -> dict[str, str]:
-    """A linear layer in place of attention is called like the output projection."""
-    return {
-        f"blk.{layer}.attn_output.weight": f"layers.{layer}.self_attn.linear_attn.weight"
-        for layer in range(model.fields.size("block_count"))
-        if _has(model, layer, "attn_output.weight") and not _has(model, layer, "attn_q.weight")
-    }
-
-
 def _mamba(model: Model) -> dict[str, Any]:
     """Mamba-2's sizes by the names of Bamba."""
     fields = model.fields
@@ -259,6 +220,33 @@ def _lfm2(model: Model) -> dict[str, Any]:
     }
 
 
+_LFM2_MOE_NAMES = {
+    **tensors.LFM2_NAMES,
+    "blk.*.ffn_gate_inp": "layers.*.feed_forward.gate",
+    "blk.*.exp_probs_b.bias": "layers.*.feed_forward.expert_bias",
+    **{
+        f"blk.*.ffn_{part}_exps": f"layers.*.feed_forward.experts.#.{name}"
+        for part, name in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
+    },
+}
+
+
+def _lfm2_moe(model: Model) -> dict[str, Any]:
+    fields = model.fields
+    if fields.get("expert_gating_func", _SIGMOID) != _SIGMOID:
+        fields.problems.add("expert_gating_func must be a sigmoid's", choices=(_SIGMOID,))
+    return {
+        **_lfm2(model),
+        "num_dense_layers": fields.get("leading_dense_block_count", 0),
+        "num_experts": fields.size("expert_count"),
+        "num_experts_per_tok": fields.size("expert_used_count"),
+        "moe_intermediate_size": fields.size("expert_feed_forward_length"),
+        "norm_topk_prob": fields.get("expert_weights_norm", True),
+        "routed_scaling_factor": fields.real("expert_weights_scale", 1.0) or 1.0,
+        "use_expert_bias": has_any(model, "exp_probs_b.bias"),
+    }
+
+
 def _qwen3next(model: Model) -> dict[str, Any]:
     """Qwen3-Next and Qwen 3.5, of whose rotary sections a text has three equal positions."""
     fields = model.fields
@@ -361,6 +349,7 @@ def _deepseek_row(model: Model) -> GGUFArchitecture | None:
 _LOG = Restored(lambda values, _: np.log(-values.reshape(-1)), lambda shape: (int(np.prod(shape)),))
 _VECTOR = Restored(lambda values, _: values.reshape(-1), lambda shape: (int(np.prod(shape)),))
 _TAPS = Restored(lambda values, _: values[:, None], lambda shape: (shape[0], 1, *shape[1:]))
+_CONV = {"blk.*.shortconv.conv.weight": _TAPS}
 _SSM = {
     "blk.*.ssm_a": _LOG,
     "blk.*.ssm_d": _VECTOR,
@@ -454,9 +443,6 @@ _QWEN35 = {
 ARCHITECTURES: dict[str, GGUFArchitecture] = {
     "nemotron_h": _NEMOTRON,
     "nemotron_h_moe": _NEMOTRON,
-    "deci": GGUFArchitecture(
-        "nemotron-nas", _deci, tensors.LLAMA_NAMES, tensors.HALVES, _deci_names
-    ),
     "deepseek2": GGUFArchitecture(
         "deepseek_v2", _deepseek2, tensors.DEEPSEEK2_NAMES, variant=_deepseek_row, joined=_LATENT
     ),
@@ -482,9 +468,8 @@ ARCHITECTURES: dict[str, GGUFArchitecture] = {
     "falcon-h1": GGUFArchitecture(
         "falcon_h1", _falcon_h1, tensors.BAMBA_NAMES, _SSM, _falcon_names
     ),
-    "lfm2": GGUFArchitecture(
-        "lfm2", _lfm2, tensors.LFM2_NAMES, {"blk.*.shortconv.conv.weight": _TAPS}
-    ),
+    "lfm2": GGUFArchitecture("lfm2", _lfm2, tensors.LFM2_NAMES, _CONV),
+    "lfm2moe": GGUFArchitecture("lfm2_moe", _lfm2_moe, _LFM2_MOE_NAMES, _CONV),
 }
 
 
