@@ -180,9 +180,10 @@ def test_scans_of_mamba2(sizes, tokens, count, dtype):
 
 @pytest.mark.parametrize("dtype", DOT_TYPES)
 @pytest.mark.parametrize(("tokens", "count"), PROMPTS)
+@pytest.mark.parametrize("of_keys", [False, True])
 @pytest.mark.parametrize("sizes", DELTA)
-def test_scans_of_delta_nets(sizes, tokens, count, dtype):
-    layer = delta_layer(sizes, dtype, of_keys=False)
+def test_scans_of_delta_nets(sizes, of_keys, tokens, count, dtype):
+    layer = delta_layer(sizes, dtype, of_keys=of_keys)
     x = delta_inputs(tokens, layer)
     x[3:] = x[:1]  # keys that are alike
     assert_scans("scan_delta", layer, x, count)

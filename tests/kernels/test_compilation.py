@@ -20,6 +20,7 @@ from launcher_scripts.kernels.cuda import (  # noqa: E402
     beams,
     candidates,
     decode_attention,
+    delta_scans,
     dot,
     elementwise,
     embedding,
@@ -506,3 +507,31 @@ def test_dot_rows_with_lora(batch, rank):
         ptx = compile_kernel(dot.dot_rows, pointers, {"count": "i32"}, constants)
         assert "prefetch.global.L2" in ptx.partition("griddepcontrol.wait")[0]
         assert "st.local" not in ptx
+
+
+DELTA_POINTERS = {
+    "delta_chunks": ("mixed", "betas", "decays", "news", "erased"),
+    "delta_states": ("mixed", "decays", "news", "erased", "states", "before", "after"),
+    "delta_outputs": ("mixed", "decays", "news", "states", "out"),
+}
+
+
+@pytest.mark.parametrize("kernel", DELTA_POINTERS)
+@pytest.mark.parametrize("of_keys", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_scans_of_delta_nets(kernel, of_keys):
+    exact = ("betas", "decays", "before", "after")
+    pointers = {name: "fp32" if name in exact else "bf16" for name in DELTA_POINTERS[kernel]}
+    names = ("tokens", "chunks") if kernel == "delta_states" else ("tokens",)
+    constants = {
+        "HEADS": 32,
+        "KEY_HEADS": 32,
+        "KEYS": 128,
+        "VALUES": 128,
+        "CHUNK": delta_scans.KEY_CHUNK if of_keys else delta_scans.DELTA_CHUNK,
+        "BLOCK_K": 128,
+        "BLOCK_V": 32 if kernel == "delta_states" else 128,
+        "OF_KEYS": of_keys,
+        "PRECISION": "tf32",
+    }
+    numbers = dict.fromkeys(names, "i32")
+    assert compile_kernel(getattr(delta_scans, kernel), pointers, numbers, constants, num_warps=4)
