@@ -264,5 +264,5 @@ def _of_keys(raw: Tensor, layer: DeltaOperands, count: Tensor | None, parts: Chu
         present = torch.arange(len(decays), device=raw.device) < count
         decays = decays * present[:, None, None]
     padded = functional.pad(decays, (0, 0, 0, 0, 0, parts.number * parts.size - len(decays)))
-    full = padded.unflatten(0, (parts.number, parts.size)).cumsum(1)
-    return full.flatten(0, 1).contiguous()
+    full: Tensor = padded.unflatten(0, (parts.number, parts.size)).cumsum(1).flatten(0, 1)
+    return full
