@@ -97,7 +97,7 @@ class WeightSleep:
         """
         self._runner.forget_graphs()
         park([item for item in self._weights if item.is_cuda], self._parked)
-        self._give_back()
+        self._free_device()
 
     def revert(self) -> None:
         """Bring the weights back; the cache is empty. Raises ConfigError where the device has too
@@ -108,7 +108,7 @@ class WeightSleep:
             for pool in self._cache:
                 pool.untyped_storage().resize_(pool.numel())
         except torch.OutOfMemoryError as error:
-            self._give_back()
+            self._free_device()
             count = sum(item.numel() for item in (*self._parked, *self._cache))
             free, _ = device_memory(self._runner.device)
             message = (
@@ -117,7 +117,7 @@ class WeightSleep:
             )
             raise ConfigError(message) from error
 
-    def _give_back(self) -> None:
+    def _free_device(self) -> None:
         """Take the memory of the weights that the host has, and of the cache."""
         for item in (*(item for item in self._weights if item.is_cuda), *self._cache):
             item.untyped_storage().resize_(0)
@@ -128,10 +128,10 @@ class WeightSleep:
 
 def storages(tensors: Iterable[Tensor]) -> list[Tensor]:
     """The memory of the tensors, as bytes; what several share once."""
-    found = {item.untyped_storage().data_ptr(): item.untyped_storage() for item in tensors}
+    unique = {item.untyped_storage().data_ptr(): item.untyped_storage() for item in tensors}
     return [
         torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        for storage in found.values()
+        for storage in unique.values()
         if storage.nbytes()
     ]
 

@@ -99,7 +99,7 @@ class AllExchange(TensorExchange[All], ABC):
             check()
             return read(spec, layer)
 
-        with beside_steps(self._network.device):
+        with on_side_stream(self._network.device):
             weights = read_weights(self._settings, checkpoint, self._rank, device, read_checked)
             fresh = named_tensors(weights)
             del weights
@@ -226,7 +226,7 @@ class ReachableCopies:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         is_cuda = device.type == "cuda"
-        self._room = available_memory(device, DEVICE_SHARE) if is_cuda else 0
+        self._free_bytes = available_memory(device, DEVICE_SHARE) if is_cuda else 0
         self._block = torch.empty(0, dtype=torch.uint8)
 
     def pairs(self, pair: Pair) -> Iterator[Pair]:
@@ -239,8 +239,8 @@ class ReachableCopies:
                 yield served, fresh.pin_memory()
                 continue
             copy = self._locked(len(fresh)).copy_(fresh)
-            if len(fresh) <= self._room:
-                self._room -= len(fresh)
+            if len(fresh) <= self._free_bytes:
+                self._free_bytes -= len(fresh)
                 copy = copy.to(self._device)
             elif copy.data_ptr() == self._block.data_ptr():
                 self._block = self._block[len(fresh) :]
@@ -250,13 +250,13 @@ class ReachableCopies:
         """Return the first bytes of a block that has as many."""
         if count > len(self._block):
             block = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True)
-            if count == CHUNK_BYTES and not self._room:
+            if count == CHUNK_BYTES and not self._free_bytes:
                 return block  # pieces of other sizes may still fit into the one before
             self._block = block
         return self._block[:count]
 
 
-def beside_steps(device: torch.device) -> AbstractContextManager[object]:
+def on_side_stream(device: torch.device) -> AbstractContextManager[object]:
     """Inside, what this thread has a GPU do does not wait for steps; at the end it is done."""
     return _SideStream(device) if device.type == "cuda" else nullcontext()
 
