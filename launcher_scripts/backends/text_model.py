@@ -75,7 +75,7 @@ class TextAnswer:
         self._complete = False
         self.finished = False
 
-    def take(self, tensors: dict[str, NDArray[Any]], *, last: bool) -> bool:
+    def receive(self, tensors: dict[str, NDArray[Any]], *, last: bool) -> bool:
         """Note a response of the token model; whether the client is to be sent one now."""
         with self._lock:
             if "news" in tensors:
@@ -101,7 +101,7 @@ class TextAnswer:
             ids = deltas[index][4 : 4 + length - start].tolist()
             if index not in self._beams:
                 self._beams[index] = GrowingText(self._decode)
-            self._beams[index].take(start, ids, prompt=prompt, finished=bool(finished))
+            self._beams[index].feed(start, ids, prompt=prompt, finished=bool(finished))
 
     def send_deltas(self) -> None:
         """Send what has come since the last time; at the end of the text also the end."""
@@ -302,7 +302,7 @@ class Forwards:
     def _note(self, answer: TextAnswer, message: ChannelMessage) -> None:
         if message.error is not None:
             answer.fail(failure(*message.error))
-        elif answer.take(message.tensors, last=message.last):
+        elif answer.receive(message.tensors, last=message.last):
             self._senders.put(answer)
 
     def _lost(self) -> None:

@@ -81,7 +81,7 @@ class GrowingText:
         self._finished = False
         self._completed = False
 
-    def take(self, index: int, ids: Sequence[int], *, prompt: int, finished: bool) -> None:
+    def feed(self, index: int, ids: Sequence[int], *, prompt: int, finished: bool) -> None:
         """The row's tokens from `index` on; with 0 all of them, whatever there was before.
 
         prompt: how many of the row's tokens are its prompt

@@ -30,7 +30,7 @@ class ClientQueues(OrderedDict[str, dict[Item, None]]):
         if not self[client]:
             del self[client]
 
-    def take(self, may: Callable[[str], bool] = lambda _: True) -> tuple[str, Item] | None:
+    def next_item(self, may: Callable[[str], bool] = lambda _: True) -> tuple[str, Item] | None:
         """The first item of the client whose turn it is, of those that `may`."""
         client = next(filter(may, self), None)
         if client is None:
@@ -103,7 +103,7 @@ class Admission:
 
     def advance(self) -> None:
         """Let rows in while there is room, one of each client in turn."""
-        while self.running < self._max_running and (item := self._queues.take()):
+        while self.running < self._max_running and (item := self._queues.next_item()):
             self.waiting -= 1
             self.running += 1
             item[1].let_in.set()
@@ -202,7 +202,7 @@ class ClientThreads:
 
     def _advance(self) -> None:
         while self._running.total() < NUM_THREADS:
-            item = self._waiting.take(lambda client: self._running[client] < CLIENT_THREADS)
+            item = self._waiting.next_item(lambda client: self._running[client] < CLIENT_THREADS)
             if item is None:
                 return
             client, turn = item

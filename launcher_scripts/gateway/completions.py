@@ -48,13 +48,13 @@ class AnswerText:
         """Complete calls."""
         return [] if self._tools is None else self._tools.calls
 
-    def take(self, text: str, *, finished: bool) -> dict[str, Any]:
+    def feed(self, text: str, *, finished: bool) -> dict[str, Any]:
         """Return the new part of a message, without its calls. finished: no more text comes"""
         reasoning = ""
         if self._reasoning is not None:
-            reasoning, text = self._reasoning.take(text, finished=finished)
+            reasoning, text = self._reasoning.feed(text, finished=finished)
         if self._tools is not None:
-            text, _ = self._tools.take(text, finished=finished)
+            text, _ = self._tools.feed(text, finished=finished)
         delta: dict[str, Any] = dict.fromkeys(NAMES, reasoning) if reasoning else {}
         return {**delta, "content": text} if text else delta
 
@@ -345,7 +345,7 @@ class ReadChat(Chat):
     def choice(self, answer: TextIncrement) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": ""}
         text = self._new_text()
-        message |= text.take(answer.text, finished=True)
+        message |= text.feed(answer.text, finished=True)
         calls = text.calls
         if self._named is not None:
             calls = [ToolCall(self._named, message["content"])]
@@ -374,7 +374,7 @@ class ReadChat(Chat):
     def deltas(self, choice: int, text: str, *, finished: bool) -> list[dict[str, Any]]:
         texts = self._texts.setdefault(choice, self._new_text())
         num_calls = len(texts.calls)
-        new = texts.take(text, finished=finished)
+        new = texts.feed(text, finished=finished)
         if self._named is not None:
             entries = self._named_call(choice, self._named, new.pop("content", ""), finished)
         else:

@@ -333,7 +333,7 @@ class _StreamedText:
 
     def next(self, increment: Increment) -> TextIncrement:
         """The next piece; the first one begins with the echo."""
-        piece = self._text.take(increment)
+        piece = self._text.feed(increment)
         if self._echo or self._entries:
             parts = (self._echo + piece.parts[0], *piece.parts[1:]) if piece.parts else ()
             piece = piece._replace(
@@ -346,7 +346,7 @@ class _StreamedText:
 
     def hypothesis(self, ids: tuple[int, ...]) -> TextIncrement:
         """All of one hypothesis."""
-        piece = self._new_text().take(Increment(ids, finished=True))
+        piece = self._new_text().feed(Increment(ids, finished=True))
         return piece._replace(text=self._echo + piece.text)
 
     def _new_text(self) -> RowTextStream:

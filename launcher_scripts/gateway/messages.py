@@ -308,7 +308,7 @@ class MessageAnswer(Retelling[MessagesBody]):
     def begin(self) -> Iterator[Event]:
         yield "message_start", {"message": self.answer()}
 
-    def take(self, delta: Mapping[str, Any]) -> Iterator[Event]:
+    def feed(self, delta: Mapping[str, Any]) -> Iterator[Event]:
         for kind, text in (("thinking", delta.get(NAMES[0])), ("text", delta.get("content"))):
             if text:
                 if not self._blocks or self._blocks[-1]["type"] != kind:

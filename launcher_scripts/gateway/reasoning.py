@@ -24,7 +24,7 @@ class StopTexts:
         self._included = included
         self._buffered = ""
 
-    def take(self, piece: str, *, finished: bool = False) -> str:
+    def feed(self, piece: str, *, finished: bool = False) -> str:
         """Return the text that may be shown after the next delta; none once a stop text was
         found."""
         if not self.texts or self.match is not None:
@@ -102,7 +102,7 @@ class ReasoningText:
         self._thinks: bool | None = None
         self._begins = True  # blanks that come are left out
 
-    def take(self, text: str, *, finished: bool) -> tuple[str, str]:
+    def feed(self, text: str, *, finished: bool) -> tuple[str, str]:
         """Return the new reasoning, and the new text of the response. finished: no more text
         comes"""
         if self._thinks is False:

@@ -125,7 +125,7 @@ class _Output:
     request_id: str
     items: list[dict[str, Any]] = field(default_factory=list)
 
-    def take(self, delta: Mapping[str, Any]) -> Iterator[Event]:
+    def feed(self, delta: Mapping[str, Any]) -> Iterator[Event]:
         """Take a chat's delta in; the events that it is."""
         for kind, text in (("reasoning", delta.get(NAMES[0])), ("message", delta.get("content"))):
             if not text:
@@ -248,8 +248,8 @@ class Responding(Retelling[ResponsesBody]):
         for kind in ("response.created", "response.in_progress"):
             yield kind, {"response": self.answer()}
 
-    def take(self, delta: Mapping[str, Any]) -> Iterator[Event]:
-        return self._output.take(delta)
+    def feed(self, delta: Mapping[str, Any]) -> Iterator[Event]:
+        return self._output.feed(delta)
 
     def end(self, finish_reason: str | None, _stop_reason: str | int | None) -> Iterator[Event]:
         yield from self._end("incomplete" if finish_reason == "length" else "completed")

@@ -64,7 +64,7 @@ class Retelling(ABC, Generic[Body]):
             self.rename(error)
             raise
         (choice,) = answer["choices"]
-        for _ in self.take(choice["message"]):
+        for _ in self.feed(choice["message"]):
             pass  # events, for which nobody waits
         for _ in self.end(choice["finish_reason"], choice["stop_reason"]):
             pass
@@ -86,7 +86,7 @@ class Retelling(ABC, Generic[Body]):
                     deltas: Sequence[Mapping[str, Any]]
                     deltas = self.chat.deltas(choice, piece.text, finished=finished)
                     if events := self._formatted(
-                        item for delta in deltas for item in self.take(delta)
+                        item for delta in deltas for item in self.feed(delta)
                     ):
                         yield events
             last = self._formatted(self.end(finish_reason, stop_reason))
@@ -116,7 +116,7 @@ class Retelling(ABC, Generic[Body]):
         """The events before the first delta."""
 
     @abstractmethod
-    def take(self, delta: Mapping[str, Any]) -> Iterator[Event]:
+    def feed(self, delta: Mapping[str, Any]) -> Iterator[Event]:
         """Take a chat's delta or message in; the events that it is."""
 
     @abstractmethod

@@ -28,7 +28,7 @@ _CONTEXT = 32
 class TokenTexts(Protocol):
     """The text of one row."""
 
-    def take(self, ids: Sequence[int], *, finished: bool) -> list[str]:
+    def feed(self, ids: Sequence[int], *, finished: bool) -> list[str]:
         """Return the new text of each of the next tokens; with `finished` the last one adds all
         that was held back.
 
@@ -67,9 +67,9 @@ class _Joined:
     def __init__(self, bytes_of: Callable[[int], bytes], context: Sequence[int]) -> None:
         self._bytes = bytes_of
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self.take(context, finished=False)
+        self.feed(context, finished=False)
 
-    def take(self, ids: Sequence[int], *, finished: bool) -> list[str]:
+    def feed(self, ids: Sequence[int], *, finished: bool) -> list[str]:
         decode = self._decoder.decode
         parts = [decode(self._bytes(token_id)) for token_id in ids]
         if finished:
@@ -83,10 +83,10 @@ class _Decoded:
 
     def __init__(self, decode: Callable[[Sequence[int]], str], context: Sequence[int]) -> None:
         self._text = GrowingText(decode)
-        self._text.take(0, context, prompt=len(context), finished=False)
+        self._text.feed(0, context, prompt=len(context), finished=False)
         self._prompt = self._count = len(context)
 
-    def take(self, ids: Sequence[int], *, finished: bool) -> list[str]:
+    def feed(self, ids: Sequence[int], *, finished: bool) -> list[str]:
         last = len(ids) - 1
         parts = [
             self._next([token_id], finished and index == last) for index, token_id in enumerate(ids)
@@ -94,7 +94,7 @@ class _Decoded:
         return parts if ids else [self._next([], finished)]
 
     def _next(self, ids: Sequence[int], finished: bool) -> str:
-        self._text.take(self._count, ids, prompt=self._prompt, finished=finished)
+        self._text.feed(self._count, ids, prompt=self._prompt, finished=finished)
         self._count += len(ids)
         return self._text.news()
 
@@ -171,10 +171,10 @@ class RowTextStream:
         self._offset = offset
         self._tokens = 0
 
-    def take(self, increment: Increment) -> TextIncrement:
+    def feed(self, increment: Increment) -> TextIncrement:
         """The next piece."""
         ids, finished = increment.token_ids, increment.finished
-        parts = self._texts.take(ids, finished=finished)
+        parts = self._texts.feed(ids, finished=finished)
         if not increment.log_probs and not self._stops.texts:
             return self._piece(parts, ids, finished)
         text, entries, piece = "", [], TextIncrement(tokens=self._tokens)
@@ -193,7 +193,7 @@ class RowTextStream:
         self._tokens += len(ids)
         text = "".join(parts)
         if self._tokens >= self._min_tokens:
-            text = self._stops.take(text, finished=finished)
+            text = self._stops.feed(text, finished=finished)
         piece = TextIncrement(text, tokens=self._tokens, parts=tuple(parts))
         if self._stops.match is not None:
             return piece._replace(finish_reason="stop", stop_reason=self._stops.match)
@@ -213,7 +213,7 @@ def prompt_entries(
     """Return the entries of an echoed prompt. texts: of a row without a prompt"""
     entries, offset = [], 0
     for token_id, part, log_prob in zip(
-        ids, texts.take(ids, finished=False), log_probs, strict=True
+        ids, texts.feed(ids, finished=False), log_probs, strict=True
     ):
         entries.append(LogProbEntry(token_id, offset, log_prob))
         offset += len(part)

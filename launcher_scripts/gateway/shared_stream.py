@@ -51,11 +51,11 @@ class _RowBuffer:
         self._num_cached_tokens += delta.num_cached_tokens
 
     def tell(self) -> None:
-        """Wake whoever waits in `take`."""
+        """Wake whoever waits in `get`."""
         if not self._sent.done():
             self._sent.set_result(None)
 
-    async def take(self) -> RowDelta:
+    async def get(self) -> RowDelta:
         """All that is there, at least something. Raises the error."""
         while not self._ids and not self._finished:
             if self.error is not None:
@@ -113,7 +113,7 @@ class SharedStreamReader:
         finished = False
         try:
             while not finished:
-                delta = await inbox.take()
+                delta = await inbox.get()
                 finished = bool(delta.finished)
                 yield delta
         except Exception as error:

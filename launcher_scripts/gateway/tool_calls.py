@@ -172,7 +172,7 @@ class ToolText:
         self._started = False  # there was content, so what looks like JSON is content, too
         self.calls: list[ToolCall] = []
 
-    def take(self, text: str, *, finished: bool) -> tuple[str, list[ToolCall]]:
+    def feed(self, text: str, *, finished: bool) -> tuple[str, list[ToolCall]]:
         """Return new content, and complete calls.
 
         finished: no more text comes
@@ -387,7 +387,7 @@ class HarmonyText:
         self._seen: set[bool] = set()  # of what there was text: of thoughts, of an answer
         self.calls: list[ToolCall] = []
 
-    def take(self, text: str, *, finished: bool) -> dict[str, Any]:
+    def feed(self, text: str, *, finished: bool) -> dict[str, Any]:
         """Return the new part of a message, without its calls. finished: no more text comes"""
         self._buffered += text
         texts = {True: "", False: ""}  # what is thought, and what is answered
@@ -407,7 +407,7 @@ class HarmonyText:
             self._message = None
         content = texts[False]
         if self._forced is not None:
-            content, calls = self._forced.take(content, finished=finished)
+            content, calls = self._forced.feed(content, finished=finished)
             self.calls += calls
         delta: dict[str, Any] = dict.fromkeys(NAMES, texts[True]) if texts[True] else {}
         return {**delta, "content": content} if content else delta

@@ -34,9 +34,9 @@ from launcher_scripts.jobs.status import (
     follow_logs,
     log_files,
     print_logs,
+    query_statuses,
     tail,
 )
-from launcher_scripts.jobs.status import statuses as look
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -137,7 +137,7 @@ class Request:
     drain_timeout: float = 0.0
     ca: str | None = None
 
-    def chosen(self) -> list[JobEntry]:
+    def select(self) -> list[JobEntry]:
         jobs = choose_jobs(self.results, self.jobs)
         selected = [job for job in jobs if self.stage in (None, job.record.stage)]
         if not selected:
@@ -152,7 +152,7 @@ def list_jobs(request: Request) -> int:
     """Every job and its state."""
     jobs, damaged = read_jobs(request.results)
     _complain(damaged)
-    print_statuses(look(jobs, query_servers=False), LIST_COLUMNS, request.as_json)
+    print_statuses(query_statuses(jobs, query_servers=False), LIST_COLUMNS, request.as_json)
     return 0
 
 
@@ -171,12 +171,12 @@ def status(request: Request) -> int:
 
 def logs(request: Request) -> int:
     """The logs; with `follow` as they grow, until the jobs of all stages have ended."""
-    jobs = request.chosen()
+    jobs = request.select()
     if not request.follow and not any(map(log_files, jobs)):
         raise NoSuchJob("there is no log yet: " + ", ".join(str(job.folder) for job in jobs))
     read = print_logs(jobs, request.lines)
     if request.follow:
-        follow_logs(jobs, request.chosen, read)
+        follow_logs(jobs, request.select, read)
     return 0
 
 
@@ -186,11 +186,11 @@ def wait(request: Request) -> int:
     Returns 0, the exit code of the first job that failed, 1 for one that will never start, or 124
     when the time is over.
     """
-    jobs = request.chosen()
+    jobs = request.select()
     timeout = float("inf") if request.timeout is None else request.timeout
     deadline = time.monotonic() + timeout
     while True:
-        statuses = look(jobs, query_servers=request.ready)
+        statuses = query_statuses(jobs, query_servers=request.ready)
         lost = [s for s in statuses if s.state.name == FORGOTTEN or s.blocked]
         if lost:
             print(f"error: {_described(lost[0])}", file=sys.stderr)
@@ -211,7 +211,9 @@ def wait(request: Request) -> int:
 
 def info(request: Request) -> int:
     """Print the location of the jobs, and the command line that started them."""
-    information = [_information(item) for item in look(request.chosen(), query_servers=False)]
+    information = [
+        _information(item) for item in query_statuses(request.select(), query_servers=False)
+    ]
     if request.as_json:
         print(json.dumps(information, indent=2))
         return 0
@@ -252,7 +254,7 @@ def resume(request: Request) -> int:
 
     The export keeps what is the same, and the evaluation continues with its journals.
     """
-    (*_, item) = look(request.chosen(), query_servers=False)
+    (*_, item) = query_statuses(request.select(), query_servers=False)
     record = item.job.record
     if not item.state.finished:
         raise ClusterError(f"{_described(item)}: it can be resumed when it has ended")
@@ -267,7 +269,7 @@ def resume(request: Request) -> int:
 
 def tunnel(request: Request) -> int:
     """Print the ssh line by which a laptop reaches a ready server; with `open` also run it."""
-    (*_, item) = look(request.chosen(), query_servers=False)
+    (*_, item) = query_statuses(request.select(), query_servers=False)
     endpoints = item.endpoints
     if not (item.is_service and endpoints):
         print(f"error: {_described(item)}: it has no address yet", file=sys.stderr)
@@ -429,9 +431,9 @@ def _complain(damaged: Sequence[str]) -> None:
 def _requested(request: Request) -> tuple[list[Status], list[str]]:
     """The named jobs, or all that have not ended; and what is wrong with the records of others."""
     if request.jobs:
-        return look(request.chosen()), []
+        return query_statuses(request.select()), []
     jobs, damaged = read_jobs(request.results)
-    return [s for s in look(jobs) if not s.state.finished], damaged
+    return [s for s in query_statuses(jobs) if not s.state.finished], damaged
 
 
 def _watch(request: Request, every: float) -> int:
@@ -450,12 +452,12 @@ def _watch(request: Request, every: float) -> int:
 
 
 def _end(request: Request, end_job: Callable[[Any], Callable[..., None]]) -> int:
-    jobs = request.chosen()
-    for item in look(jobs, query_servers=False):
+    jobs = request.select()
+    for item in query_statuses(jobs, query_servers=False):
         if not item.state.finished:
             end_job(item.job.cluster)(item.job.folder, item.job.record, item.job_id)
     remove_leftovers()
-    statuses = look(jobs, query_servers=False)
+    statuses = query_statuses(jobs, query_servers=False)
     print_statuses(statuses, LIST_COLUMNS, request.as_json)
     return 0 if all(item.state.finished for item in statuses) else 1
 

@@ -297,7 +297,7 @@ class Status:
         }
 
 
-def statuses(jobs: Iterable[JobEntry], *, query_servers: bool = True) -> list[Status]:
+def query_statuses(jobs: Iterable[JobEntry], *, query_servers: bool = True) -> list[Status]:
     """The status of every job and replica, in order; they are asked at the same time."""
     pairs = [(job, job_id) for job in jobs for job_id in job.ids]
     with ThreadPoolExecutor(max_workers=8) as pool:

@@ -85,8 +85,8 @@ def test_a_text_whole_and_as_it_comes(name: str, size: int) -> None:
     text, thought, content, called = TEXTS[name]
     reader = HarmonyText(PROMPT, TOOLS)
     pieces = [text[start : start + size] for start in range(0, len(text), size)]
-    found = [reader.take(piece, finished=False) for piece in pieces]
-    found.append(reader.take("", finished=True))
+    found = [reader.feed(piece, finished=False) for piece in pieces]
+    found.append(reader.feed("", finished=True))
     assert "".join(each.get("reasoning", "") for each in found) == thought
     assert "".join(each.get("content", "") for each in found) == content
     assert [call.name for call in reader.calls] == called
@@ -95,9 +95,9 @@ def test_a_text_whole_and_as_it_comes(name: str, size: int) -> None:
 
 def test_words_are_not_held_back() -> None:
     reader = HarmonyText(PROMPT, TOOLS)
-    assert reader.take(thinks("I "), finished=False)["reasoning"] == "I "
-    assert reader.take("am<|e", finished=False)["reasoning"] == "am"
-    assert reader.take(NEXT[3:] + answers("So"), finished=False) == {"content": "So"}
+    assert reader.feed(thinks("I "), finished=False)["reasoning"] == "I "
+    assert reader.feed("am<|e", finished=False)["reasoning"] == "am"
+    assert reader.feed(NEXT[3:] + answers("So"), finished=False) == {"content": "So"}
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -212,4 +212,4 @@ def test_its_marks_are_text_where_they_are_special_tokens(tmp_path: Path) -> Non
     text = thinks(THOUGHT) + NEXT + CALL
     ids = tokenizer.encode(text + "<|call|>")
     assert "<|" not in tokenizer.decode(ids)
-    assert "".join(token_texts(tokenizer, ()).take(ids, finished=True)) == text
+    assert "".join(token_texts(tokenizer, ()).feed(ids, finished=True)) == text

@@ -68,18 +68,18 @@ def test_a_text_whole_and_as_it_comes(name: str, size: int) -> None:
 def read(reader: ReasoningText, text: str, size: int) -> tuple[str, str]:
     """What was thought and what is said of a text that comes in pieces."""
     pieces = [text[start : start + size] for start in range(0, len(text), size)]
-    found = [reader.take(piece, finished=False) for piece in pieces]
-    found.append(reader.take("", finished=True))
+    found = [reader.feed(piece, finished=False) for piece in pieces]
+    found.append(reader.feed("", finished=True))
     return "".join(thought for thought, _ in found), "".join(said for _, said in found)
 
 
 def test_words_are_not_held_back() -> None:
     reader = ReasoningText(Reasoning("<think>", "</think>"))
-    assert reader.take("<think>\nI ", finished=False) == ("I", "")
-    assert reader.take("am", finished=False) == (" am", "")
-    assert reader.take("</thin", finished=False) == ("", "")
-    assert reader.take("k>\nSo", finished=False) == ("", "So")
-    assert reader.take(" <", finished=False) == ("", " <")
+    assert reader.feed("<think>\nI ", finished=False) == ("I", "")
+    assert reader.feed("am", finished=False) == (" am", "")
+    assert reader.feed("</thin", finished=False) == ("", "")
+    assert reader.feed("k>\nSo", finished=False) == ("", "So")
+    assert reader.feed(" <", finished=False) == ("", " <")
 
 
 def test_a_template_tells_whether_a_model_thinks() -> None:
@@ -179,7 +179,7 @@ def test_marks_that_are_special_tokens_are_text(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(tmp_path)
     ids = tokenizer.encode(WHOLE)
     assert "think" not in tokenizer.decode(ids)
-    assert "".join(token_texts(tokenizer, ()).take(ids, finished=True)) == WHOLE
+    assert "".join(token_texts(tokenizer, ()).feed(ids, finished=True)) == WHOLE
 
 
 @pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])

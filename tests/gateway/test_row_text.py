@@ -41,7 +41,7 @@ def pieces(
     for start, end in itertools.pairwise(places):
         part = tuple(ids[start:end])
         entries = tuple(log_prob(each, 0) for each in part) if with_log_probs else ()
-        found.append(row.take(Increment(part, entries, finished=end == len(ids))))
+        found.append(row.feed(Increment(part, entries, finished=end == len(ids))))
         if found[-1].finish_reason is not None:
             break
     return found
@@ -181,5 +181,5 @@ def test_tokens_are_counted_up_to_the_stop() -> None:
 def test_stop_texts(stops: list[str], parts: list[str], shown: list[str], met: str | None) -> None:
     found = StopTexts(stops)
     last = len(parts) - 1
-    assert [found.take(part, finished=n == last) for n, part in enumerate(parts)] == shown
+    assert [found.feed(part, finished=n == last) for n, part in enumerate(parts)] == shown
     assert found.match == met

@@ -132,10 +132,10 @@ def test_a_text_whole_and_as_it_comes(name: str, size: int) -> None:
     text, content, calls = TEXTS[name]
     reader, found, seen = ToolText(TOOLS), "", []
     for start in range(0, len(text), size):
-        new, complete = reader.take(text[start : start + size], finished=False)
+        new, complete = reader.feed(text[start : start + size], finished=False)
         found += new
         seen += complete
-    new, complete = reader.take("", finished=True)
+    new, complete = reader.feed("", finished=True)
     assert (found + new, called([*seen, *complete])) == (content, calls)
     assert reader.calls == [*seen, *complete]
     ids = [call.call_id for call in reader.calls]
@@ -144,19 +144,19 @@ def test_a_text_whole_and_as_it_comes(name: str, size: int) -> None:
 
 def test_the_whole_text_at_once_is_read_alike() -> None:
     for text, content, calls in TEXTS.values():
-        found, complete = ToolText(TOOLS).take(text, finished=True)
+        found, complete = ToolText(TOOLS).feed(text, finished=True)
         assert (found, called(complete)) == (content, calls)
 
 
 def test_words_are_not_held_back() -> None:
     reader = ToolText(TOOLS)
-    assert reader.take("Let me ", finished=False)[0] == "Let me "
-    assert reader.take("see <", finished=False)[0] == "see "
-    assert reader.take("3.", finished=False)[0] == "<3."
+    assert reader.feed("Let me ", finished=False)[0] == "Let me "
+    assert reader.feed("see <", finished=False)[0] == "see "
+    assert reader.feed("3.", finished=False)[0] == "<3."
     for text in ("[1] is", "{x", "<p", "[TOOLS"):
-        assert ToolText(TOOLS).take(text, finished=False)[0] == text
+        assert ToolText(TOOLS).feed(text, finished=False)[0] == text
     for text in ("", "[", " {", '[ {"na', "[TOOL_C", "<|pyth", "<tool"):
-        assert ToolText(TOOLS).take(text, finished=False)[0] == ""
+        assert ToolText(TOOLS).feed(text, finished=False)[0] == ""
 
 
 def test_schemas_of_calls() -> None:
@@ -339,14 +339,14 @@ def test_a_list_of_calls_that_is_cut_off_is_no_content(cut: int) -> None:
     assert (content, reason) == ("", "length")
     assert [call["name"] for call in streamed_calls] == names
     reader = HarmonyText("<|start|>assistant", TOOLS, lists_only=True, must_call=True)
-    assert not reader.take(f"<|channel|>final<|message|>{text}", finished=True)
+    assert not reader.feed(f"<|channel|>final<|message|>{text}", finished=True)
     assert [call.name for call in reader.calls] == names
 
 
 def test_a_form_is_not_held_back_beside_tools() -> None:
     reader = ToolText(TOOLS, lists_only=True)
-    assert reader.take('{"answer": "a', finished=False)[0] == '{"answer": "a'
-    assert ToolText(TOOLS, lists_only=True).take('[{"na', finished=False)[0] == ""
+    assert reader.feed('{"answer": "a', finished=False)[0] == '{"answer": "a'
+    assert ToolText(TOOLS, lists_only=True).feed('[{"na', finished=False)[0] == ""
 
 
 @pytest.mark.parametrize(

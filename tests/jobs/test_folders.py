@@ -23,7 +23,7 @@ from launcher_scripts.jobs import status as job_status
 from launcher_scripts.jobs import status as logs
 from launcher_scripts.jobs.__main__ import main
 from launcher_scripts.jobs.folders import JobEntry, NoSuchJob, choose_jobs, find_jobs, read_jobs
-from launcher_scripts.jobs.status import statuses
+from launcher_scripts.jobs.status import query_statuses
 
 
 def make_job(results: Path, stage: str, run: int, **fields: object) -> Path:
@@ -245,7 +245,7 @@ def test_a_damaged_record_hides_no_other_job(results: Path, content: bytes) -> N
 def test_a_damaged_job_folder_leaves_its_state_unknown(results: Path, name: str, text: str) -> None:
     folder = make_job(results, "evaluate", 1, cluster_type="interactive")
     (folder / name).write_text(text)
-    (status,) = statuses(choose_jobs(results, ["evaluate_tiny"]))
+    (status,) = query_statuses(choose_jobs(results, ["evaluate_tiny"]))
     assert (status.state.name, status.exit_code) == ("UNKNOWN", 5)
     assert name in status.reason
 

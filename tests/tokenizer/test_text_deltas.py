@@ -136,7 +136,7 @@ def test_a_growing_text_is_the_whole_text(tokenizer, prompt: int, step: int) -> 
     for place in range(0, len(ids), step):
         now = ids[place : place + step]
         finished = place + step >= len(ids)
-        text.take(place, now, prompt=prompt, finished=finished)
+        text.feed(place, now, prompt=prompt, finished=finished)
         if place + len(now) > prompt:
             pieces.append(text.news())
     whole = RowText(decode, ids, prompt).text(finished=True, with_prompt=False)
@@ -151,9 +151,9 @@ def test_what_was_held_back_comes_at_the_end() -> None:
     tokenizer = load_tokenizer(TOKENIZERS / "gpt2bpe")
     ids = tokenizer.encode("a🙂")[:-1]
     text = GrowingText(tokenizer.decode)
-    text.take(0, ids, prompt=0, finished=False)
+    text.feed(0, ids, prompt=0, finished=False)
     assert text.news() == "a"
-    text.take(len(ids), [], prompt=0, finished=True)
+    text.feed(len(ids), [], prompt=0, finished=True)
     assert text.news() == REPLACEMENT
 
 
@@ -162,5 +162,5 @@ def test_other_tokens_replace_a_text() -> None:
     tokenizer = load_tokenizer(TOKENIZERS / "gpt2bpe")
     text = GrowingText(tokenizer.decode)
     for said in ("The quick", "The brown fox"):
-        text.take(0, tokenizer.encode(said), prompt=1, finished=False)
+        text.feed(0, tokenizer.encode(said), prompt=1, finished=False)
         assert text.news() == text.text == said.removeprefix("The")
