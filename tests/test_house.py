@@ -58,7 +58,8 @@ MAY_IMPORT = {
     "evaluation": {"clients"} | FLOOR,
     "gateway": {"checkpoint", "clients"} | FLOOR,
     "watch": {"evaluation", "checkpoint"} | FLOOR,
-    "steps": {"server", "gateway", "engine", "evaluation", "clients", "checkpoint", "watch"} | FLOOR,
+    "steps": {"server", "gateway", "engine", "evaluation", "clients", "checkpoint", "watch"}
+    | FLOOR,
     "launcher_scripts.main": set(),
     "launcher": {"checkpoint"} | FLOOR,
 }
