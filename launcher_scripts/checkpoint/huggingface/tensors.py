@@ -113,7 +113,7 @@ class TargetTensor:
     shape:     as it is written, also where that only adds axes to the rows
     columns:   number of parts whose rows are columns here; 0: none are
     alternate: these columns take turns
-    beside:    the parts lie side by side
+    adjacent:  the parts lie side by side
     """
 
     name: str
@@ -121,7 +121,7 @@ class TargetTensor:
     parts: tuple[TensorPart, ...]
     columns: int = 0
     alternate: bool = False
-    beside: bool = False
+    adjacent: bool = False
 
     @property
     def size(self) -> int:
@@ -146,12 +146,12 @@ class TargetTensor:
             if self.alternate:
                 full = np.stack(arrays, axis=-1).reshape(full.shape)
             yield [full.view(sides[0].dtype)]
-        if self.beside:
+        if self.adjacent:
             sides = [matrix_of(_read(part, Workspace())) for part in self.parts]
             step = max(_COMPARED // self.shape[1], 1)
             for row in range(0, self.shape[0], step):
                 yield [side[row : row + step][: self.shape[0] - row] for side in sides]
-        for part in () if self.columns or self.beside else self.parts:
+        for part in () if self.columns or self.adjacent else self.parts:
             yield from _read(part, workspace)
 
 
@@ -331,7 +331,7 @@ def of_all_layers(
         raw[TABLE_ROWS] = rows
         columns = sum(table.shape[1] for table in tables)
         parts = tuple(part for table in tables for part in table.parts)
-        result[TABLE] = TargetTensor(TABLE, (rows, columns), parts, beside=True)
+        result[TABLE] = TargetTensor(TABLE, (rows, columns), parts, adjacent=True)
         for name in (PROJECTION, PROJECTION_NORM):
             members = _popped(result, name)
             if name == PROJECTION_NORM:

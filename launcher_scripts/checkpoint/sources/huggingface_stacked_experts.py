@@ -357,7 +357,7 @@ def tensors_of_layers(
     for name in (TABLE, PROJECTION, PROJECTION_NORM):
         del result[name]
     # Ids behind the table's are read as the first one.
-    rows, made = raw.get("vocab_size"), projection.read()
+    rows, projected = raw.get("vocab_size"), projection.read()
     count_of_rows = rows if type(rows) is int and rows < 1 << 24 else table.shape[0]
     for layer in range(count):
         part = slice(layer * size, (layer + 1) * size)
@@ -372,7 +372,7 @@ def tensors_of_layers(
         elif count_of_rows < table.shape[0]:
             values = SourceTensor.full(values.read()[:count_of_rows])
         result[f"layers.{layer}.{LAYER_TABLE}"] = values
-        result[f"layers.{layer}.{PROJECTION}"] = SourceTensor.full(made[part])
+        result[f"layers.{layer}.{PROJECTION}"] = SourceTensor.full(projected[part])
         result[f"layers.{layer}.{PROJECTION_NORM}"] = norm
     return result
 

@@ -103,8 +103,8 @@ def yarn_section(
             *((length, {}) for length in (original, *powers)),
             (original, turns),
         ]:
-            found = yarn(pairs, base, factor, length, **bounds)["rotary_factors"].split(",")
-            if all(map(math.isclose, map(float, found), factors)):
+            values = yarn(pairs, base, factor, length, **bounds)["rotary_factors"].split(",")
+            if all(map(math.isclose, map(float, values), factors)):
                 name = "original_max_position_embeddings"
                 numbers = {"rope_type": "yarn", "factor": factor, name: length, **bounds}
                 return numbers | _mscales(factor, attention_factor, growth)
