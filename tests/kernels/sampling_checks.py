@@ -195,4 +195,4 @@ def test_process(vocab):
 def test_process_of_long_rows(monkeypatch):
     """Longer than a program looks at at once."""
     monkeypatch.setattr(sampling, "BLOCK", 16)
-    test_process(1100)
+    test_process(150)
