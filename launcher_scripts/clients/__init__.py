@@ -19,7 +19,7 @@ CLIENTS = {
 }
 # command -> its module and function, where these are not its name and `main`
 FUNCTIONS = {
-    "interactive_identity_test": ("identity_test", "interactive_main"),
-    "interactive_end_to_end_test": ("end_to_end_test", "interactive_main"),
+    "interactive_identity_test": ("identity_test", "session_main"),
+    "interactive_end_to_end_test": ("end_to_end_test", "text_session_main"),
     "word_list": ("end_to_end_test", "words_main"),
 }
