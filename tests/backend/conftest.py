@@ -11,9 +11,7 @@ import pytest
 from tests.backend import fakes
 
 
-@pytest.fixture
-def backend(monkeypatch):
-    """The module of the backend's model, imported anew beside the stand-in."""
+def stand_in_module() -> types.ModuleType:
     stand_in = types.ModuleType("triton_python_backend_utils")
     stand_in.MetricFamily = fakes.Gauges
     stand_in.Tensor = fakes.Tensor
@@ -25,6 +23,17 @@ def backend(monkeypatch):
     stand_in.using_decoupled_model_transaction_policy = lambda config: config.get(
         "model_transaction_policy", {"decoupled": False}
     )["decoupled"]
+    return stand_in
+
+
+# For modules of the backend that tests import by themselves.
+sys.modules.setdefault("triton_python_backend_utils", stand_in_module())
+
+
+@pytest.fixture
+def backend(monkeypatch):
+    """The module of the backend's model, imported anew beside the stand-in."""
+    stand_in = stand_in_module()
     monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
     room = "launcher_scripts.backends.fastertransformer"
     bound = [f"{room}.{name}" for name in ("model", "answer", "streams")]

@@ -48,7 +48,7 @@ class Stream:
     """A stream that is open, the client's ends of its requests, and the engine behind."""
 
     def __init__(self, package: str) -> None:
-        self.module = importlib.import_module(f"{package}.shared_stream")
+        self.module = importlib.import_module(f"{package}.streams")
         self.failures: list[tuple[str, int]] = []
         answers = importlib.import_module(f"{package}.answer").Answers
         self.answers = answers(lambda *failure: self.failures.append(failure))
