@@ -53,13 +53,15 @@ def packed(codes: Tensor, is_float: bool) -> Tensor:
     """uint8 [out, in / 2] of codes [out, in] from 0 to 15; is_float: of e2m1."""
     low, high, _ = _tables(is_float, codes.device)
     first, second = codes.long().unflatten(1, (-1, 2, GROUP)).unbind(2)
-    return (low[first] | high[second]).flatten(1)
+    result: Tensor = low[first] | high[second]
+    return result.flatten(1)
 
 
 def unpacked(weight: Tensor, is_float: bool) -> Tensor:
     """The codes, int64 [out, in]."""
     codes = _tables(is_float, weight.device)[2][weight.long()]
-    return codes.unflatten(1, (-1, GROUP)).transpose(2, 3).flatten(1)
+    result: Tensor = codes.unflatten(1, (-1, GROUP)).transpose(2, 3).flatten(1)
+    return result
 
 
 def dequantized(weight: Tensor, scale: Tensor, compute: torch.dtype) -> Tensor:
@@ -99,7 +101,7 @@ def to_mxfp4(values: Tensor) -> tuple[Tensor, Tensor]:
     exponent = torch.where(largest > 0, exponent, 0).clamp(1 - BIAS, BIAS - 2)
     sizes = torch.ldexp(groups.abs(), -exponent[..., None]).clamp(max=E2M1[-1])
     steps = 0.5 * 2.0 ** ((sizes >= 2).int() + (sizes >= 4).int())
-    rounded = (sizes / steps).round() * steps
+    rounded = ((sizes / steps).round() * steps).contiguous()
     codes = torch.searchsorted(torch.tensor(E2M1, device=values.device), rounded)
     codes += 8 * (groups < 0)
     return packed(codes.flatten(1), True), (exponent + BIAS).to(torch.uint8)
@@ -156,7 +158,7 @@ def _few_values(groups: Tensor) -> Tensor:
 
 
 def _restored(groups: Tensor, compute: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Which groups [n, GROUP] are integers of four bits times a scale, as far as rounding to the
+    """True for groups [n, GROUP] of integers of four bits times a scale, as far as rounding to the
     compute type goes; their codes, scales and zero points.
 
     Every integer that the largest number may stand for is tried. Its quotient is no more than one

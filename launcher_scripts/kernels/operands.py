@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeAlias
 
@@ -459,16 +457,6 @@ class Spans:
 
 
 SPAN_QUERIES = 64
-
-
-def span_blocks(counts: Sequence[int]) -> list[tuple[int, int, int]]:
-    """The blocks of rows with `counts` tokens, which follow each other."""
-    starts = itertools.accumulate(counts, initial=0)
-    return [
-        (start, count, first)
-        for start, count in zip(starts, counts, strict=False)
-        for first in range(0, count, SPAN_QUERIES)
-    ]
 
 
 @dataclass(frozen=True)

@@ -48,9 +48,8 @@ def with_alike_scales(one: Linear, other: Linear) -> tuple[Linear, Linear]:
     """Two linears that a kernel may read at once: both with zero points where one has them."""
     if one.scale is None or other.scale is None or one.scale.dtype == other.scale.dtype:
         return one, other
-    return tuple(  # type: ignore[return-value]
-        replace(linear, scale=four_bits.with_zero_points(linear.scale)) for linear in (one, other)
-    )
+    scales = map(four_bits.with_zero_points, (one.scale, other.scale))
+    return replace(one, scale=next(scales)), replace(other, scale=next(scales))
 
 
 def quantized_rows(values: Tensor, quantization: Quantization) -> tuple[Tensor, Tensor]:

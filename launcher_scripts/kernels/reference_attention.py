@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from launcher_scripts.kernels.operands import (
+    SPAN_QUERIES,
     AttentionScores,
     HeadNorms,
     Heads,
@@ -426,3 +427,13 @@ def _for_heads(part: Tensor, query: Tensor) -> Tensor:
     head has its own."""
     part = part.to(query.dtype)
     return part.repeat_interleave(query.shape[1] // part.shape[0], dim=0)
+
+
+def span_blocks(counts: Sequence[int]) -> list[tuple[int, int, int]]:
+    """The blocks of rows with `counts` tokens, which follow each other."""
+    starts = itertools.accumulate(counts, initial=0)
+    return [
+        (start, count, first)
+        for start, count in zip(starts, counts, strict=False)
+        for first in range(0, count, SPAN_QUERIES)
+    ]

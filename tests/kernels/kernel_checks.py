@@ -37,9 +37,9 @@ from launcher_scripts.kernels.operands import (  # noqa: E402
     RowColumns,
     Spans,
     StepRows,
-    span_blocks,
 )
 from launcher_scripts.kernels.quantization import FP8  # noqa: E402
+from launcher_scripts.kernels.reference_attention import span_blocks  # noqa: E402
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"

@@ -11,7 +11,7 @@ triton = pytest.importorskip("triton")
 
 from launcher_scripts.common.quantization import FOUR_BITS, Quantization  # noqa: E402
 from launcher_scripts.kernels import reference  # noqa: E402
-from launcher_scripts.kernels.cuda import dot, experts, fused, peer_buffers  # noqa: E402
+from launcher_scripts.kernels.cuda import fused, peer_buffers  # noqa: E402
 from launcher_scripts.kernels.cuda.many_rows import dense  # noqa: E402
 from launcher_scripts.kernels.four_bits import with_zero_points  # noqa: E402
 from launcher_scripts.kernels.operands import (  # noqa: E402
@@ -134,23 +134,6 @@ def test_packed_experts(kind, rows, dtype):
     weights, chosen = random(rows, 4).softmax(-1).topk(2, -1)
     got, want = (side.mixture(x, chosen, weights, mlps).sum(0) for side in (fused, reference))
     assert_close(got, want, dtype)
-
-
-def test_inputs_split_to_e4m3(monkeypatch):
-    """As a Hopper GPU's steps of several rows split them; the interpreter rounds their low parts
-    otherwise."""
-    for module in (dot, experts):
-        monkeypatch.setattr(module, "splits", lambda _, quantization: quantization == "mxfp4")
-    dtype, error = DOT_TYPES[1], 5e-2 if INTERPRETED else 1e-2
-    linear = make_packed("mxfp4", FFN, HIDDEN, None, dtype)
-    x = random(3, HIDDEN, dtype=dtype)
-    got, want = dot.dot_product(x, linear, "plain").double(), reference.product(x, linear).double()
-    assert 0 < (got - want).norm() <= error * want.norm()
-    mlps, (weights, chosen) = make_experts("mxfp4", dtype), random(3, 4).softmax(-1).topk(2, -1)
-    got, want = (
-        side.mixture(x, chosen, weights, mlps).double().sum(0) for side in (fused, reference)
-    )
-    assert 0 < (got - want).norm() <= error * want.norm()
 
 
 @KINDS

@@ -44,9 +44,9 @@ from launcher_scripts.kernels.operands import (
     LayerCache,
     Norm,
     Spans,
-    span_blocks,
 )
 from launcher_scripts.kernels.ops import Ops
+from launcher_scripts.kernels.reference_attention import span_blocks
 from launcher_scripts.models.bart import BartConfig
 from launcher_scripts.models.t5 import T5Config
 

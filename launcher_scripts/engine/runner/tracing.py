@@ -35,7 +35,8 @@ from launcher_scripts.engine.model.layers import (
     Sublayer,
 )
 from launcher_scripts.engine.model.network import Network
-from launcher_scripts.kernels.operands import Heads, Spans, VarlenBatch, span_blocks
+from launcher_scripts.kernels.operands import Heads, Spans, VarlenBatch
+from launcher_scripts.kernels.reference_attention import span_blocks
 from launcher_scripts.models.family import ModelConfig, WeightSpec
 
 Floats = NDArray[np.float32]

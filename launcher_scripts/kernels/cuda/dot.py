@@ -41,10 +41,10 @@ from launcher_scripts.kernels.cuda.elementwise import (
     best_of_parts,
     of_four_bits,
     prefetch,
+    scales_of,
 )
-from launcher_scripts.kernels.cuda.gemv import scales_of
 from launcher_scripts.kernels.cuda.lora import add_deltas, lora_arguments, prefetch_up
-from launcher_scripts.kernels.cuda.packed import GROUP, add_packed, packed_block
+from launcher_scripts.kernels.cuda.packed import add_packed, packed_block, scales_at
 from launcher_scripts.kernels.operands import Hidden, Linear
 
 INT8_BASE = tl.constexpr(256)  # of the high bytes, where the low ones have 1
@@ -59,14 +59,12 @@ def split_rows(
     hi_lo,
     steps,
     size,
-    ALIKE: tl.constexpr,
     USE_PDL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One program: one row of x [N, size] as (base * high + low) * step.
 
     hi_lo: bytes [2, N, size], the high ones first;  steps: float32 [N]
-    ALIKE: of e4m3, as (high + low) * step, so that one sum takes both
     """
     if USE_PDL:
         gdc_launch_dependents()
@@ -87,9 +85,6 @@ def split_rows(
         rounded = values / step
         high = of_four_bits(rounded / FP8_BASE)
         low = rounded - high * FP8_BASE
-        if ALIKE:
-            low /= FP8_BASE
-            step *= FP8_BASE
     target = hi_lo + row * size + columns
     tl.store(target, high.to(hi_lo.dtype.element_ty), mask=mask)
     lows = tl.num_programs(0).to(tl.int64) * size
@@ -153,12 +148,10 @@ def dot_hi_lo(
 
 def splits(x: Tensor, quantization: Quantization | None) -> bool:
     """Return whether x [N, in] is split for weights that are so quantized."""
-    if quantization == "mxfp4":
-        return x.dtype == torch.bfloat16 and traits_of(x.device).has_pdl
     return quantization == "int8" or (quantization == "fp8" and x.dtype == torch.bfloat16)
 
 
-def split_hi_lo(x: Tensor, dtype: torch.dtype, *, alike: bool = False) -> tuple[Tensor, Tensor]:
+def split_hi_lo(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """x [N, in] as a weight of `dtype` is multiplied with: hi_lo [2, N, in] of it, steps [N]."""
     count, size = x.shape
     hi_lo = torch.empty(2, count, size, dtype=dtype, device=x.device)
@@ -166,16 +159,9 @@ def split_hi_lo(x: Tensor, dtype: torch.dtype, *, alike: bool = False) -> tuple[
     block = triton.next_power_of_2(size)
     warps = max(1, min(32, block // 512))
     launcher(split_rows, (count,))(
-        x, hi_lo, steps, size, ALIKE=alike, BLOCK=block, num_warps=warps, **pdl_options(x)
+        x, hi_lo, steps, size, BLOCK=block, num_warps=warps, **pdl_options(x)
     )
     return hi_lo, steps
-
-
-def split_for(x: Tensor, linear: Linear) -> tuple[Tensor, Tensor]:
-    """split_hi_lo of x [N, in] for a weight in bytes or in mxfp4."""
-    if linear.quantization == "mxfp4":
-        return split_hi_lo(x, torch.float8_e4m3fn, alike=True)
-    return split_hi_lo(x, linear.weight.dtype)
 
 
 MAX_ROWS = 64
@@ -229,6 +215,16 @@ def add_pieces(
 def halves(product, ROWS: tl.constexpr, BATCH: tl.constexpr):
     """The first and the second half of the rows."""
     return tl.split(tl.permute(tl.reshape(product, [2, ROWS // 2, BATCH]), [1, 2, 0]))
+
+
+@triton.jit
+def _store_largest(value, largest, places, row, present, part, batch, count):
+    """Each batch row's largest of the present values from `row` on, and its place."""
+    value = tl.where(present[:, None], value, -float("inf"))
+    top, at = tl.max(value, 0, return_indices=True)
+    target = batch * tl.num_programs(0) + part
+    tl.store(largest + target, top, mask=batch < count)
+    tl.store(places + target, row + at, mask=batch < count)
 
 
 @triton.jit(do_not_specialize_on_alignment=["adapters"])
@@ -294,32 +290,15 @@ def dot_rows(
         prefetch_up(lora_up, adapters, row, split, count, OUT, GATED, LORA, SPLITS, span)
         gdc_wait()
     even: tl.constexpr = OUT % span == 0 and IN % BLOCK == 0
+    inputs, valid = x + batch[None, :] * IN, (batch < count)[None, :]
     if packed:
-        groups = line_rows * (IN // GROUP)
-        line_scales = scales + groups
-        if GATED:
-            line_scales = tl.where(lines < span, line_scales, gate_scales + groups)
-        inputs, valid = x + batch[None, :] * IN, (batch < count)[None, :]
+        at = scales_at(scales, gate_scales, line_rows, lines < span, IN, GATED)
         value = add_packed(
-            inputs,
-            steps + batch[None, :],
-            count * IN,
-            valid,
-            starts,
-            line_scales,
-            local,
-            first,
-            last,
-            even,
-            ROWS,
-            BLOCK,
-            BATCH,
-            USE_PDL,
+            inputs, valid, starts, at, local, first, last, even, ROWS, BLOCK, BATCH, USE_PDL
         )
     elif x.dtype.element_ty.primitive_bitwidth == 8:
         value = dot_hi_lo(x, steps, starts, local, first, last, count, IN, even, ROWS, BLOCK, BATCH)
     else:
-        inputs, valid = x + batch[None, :] * IN, (batch < count)[None, :]
         value = add_pieces(inputs, valid, starts, local, first, last, IN, even, ROWS, BLOCK, BATCH)
     if GATED:
         value, gate = halves(value, ROWS, BATCH)
@@ -341,11 +320,7 @@ def dot_rows(
     else:
         value = activate(value, ACTIVATION)
     if LARGEST:
-        value = tl.where((rows < OUT)[:, None], value, -float("inf"))
-        top, at = tl.max(value, 0, return_indices=True)
-        target = batch * tl.num_programs(0) + part
-        tl.store(largest + target, top, mask=batch < count)
-        tl.store(places + target, row + at, mask=batch < count)
+        _store_largest(value, largest, places, row, rows < OUT, part, batch, count)
     else:
         target = out + (split * count + batch[None, :]) * OUT + rows[:, None]
         mask = (rows < OUT)[:, None] & (batch < count)[None, :]
@@ -420,7 +395,7 @@ def _launch(
 ) -> None:
     maxima, indices = (x, x) if largest is None else largest
     split = splits(x, linear.quantization)
-    operand, steps = split_for(x, linear) if split else (x, x)
+    operand, steps = split_hi_lo(x, linear.weight.dtype) if split else (x, x)
     gate_bias = None if gate is None else gate.bias
     batch = max(MIN_BATCH, triton.next_power_of_2(x.shape[0]))
     if linear.quantization in FOUR_BITS:

@@ -173,6 +173,18 @@ def activate_gated(x, gate, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
+def scales_of(scales, weight, rows, out):
+    """Return the factors of the products of a weight's rows: ones, but for a weight in bytes.
+
+    out: how many rows there are
+    """
+    result = tl.full(rows.shape, 1.0, tl.float32)
+    if weight.dtype.element_ty.primitive_bitwidth == 8 and weight.dtype.element_ty != tl.uint8:
+        result = tl.load(scales + rows, mask=rows < out, other=0.0)
+    return result
+
+
+@triton.jit
 def multiply_gate(
     up,
     gate,

@@ -23,18 +23,19 @@ from launcher_scripts.kernels.cuda.dot import (
     MIN_BATCH,
     add_pieces,
     halves,
-    split_for,
-    splits,
 )
-from launcher_scripts.kernels.cuda.elementwise import ACTIVATION_CODES, activate, activate_gated
-from launcher_scripts.kernels.cuda.gemv import scales_of
-from launcher_scripts.kernels.cuda.packed import GROUP, add_packed, packed_block
+from launcher_scripts.kernels.cuda.elementwise import (
+    ACTIVATION_CODES,
+    activate,
+    activate_gated,
+    scales_of,
+)
+from launcher_scripts.kernels.cuda.packed import add_packed, packed_block, scales_at
 from launcher_scripts.kernels.operands import ExpertMLPs, Linear, Router
 
 MAX_TOKENS = 8192  # whose results lie side by side before they are summed
 MAX_AT_ONCE = 2048  # choices
 MAX_BATCH = 128
-LONE_BATCH = 8  # the narrow side of a product with weights of four bits, for one choice
 FEW_CHOICES = 32  # of an expert, whose weight takes longer to read than to multiply
 CACHED = 40 << 20  # bytes of an expert's weight that the L2 cache keeps for its next block
 TILES = {  # by the choices of a block
@@ -42,12 +43,6 @@ TILES = {  # by the choices of a block
     32: DotTile(64, 128, 4, 4, 1),
     64: DotTile(128, 64, 4, 3, 1),
     128: DotTile(128, 64, 4, 3, 1),
-}
-
-
-SPLIT_TILES = {  # of weights in mxfp4, with inputs that are split
-    16: DotTile(128, 192, 4, 3, 1),
-    32: DotTile(128, 192, 4, 3, 1),
 }
 LONE_TILE = DotTile(32, 192, 2, 4, 1)  # of weights of four bits with one token
 PACKED_TILES = {  # the same with more
@@ -184,7 +179,6 @@ def group_choices(
 @triton.jit
 def expert_rows(
     x,
-    steps,
     weight,
     gate_weight,
     scales,
@@ -212,7 +206,6 @@ def expert_rows(
 ):
     """act(W x) * (W2 x) of the block's expert and its choices' tokens: out [choices, OUT].
 
-    x and steps may be what dot.split_rows makes of x, where the weights have four bits.
     BIASED: each product plus its expert's bias.
     LONE: there is one token, whose choices have a block each; choices are not read.
     NEIGHBOURS: how many blocks' programs for the same rows run one after the other, so that those
@@ -249,27 +242,9 @@ def expert_rows(
     inputs = x + tl.where(present, read, 0)[None, :] * IN
     valid = present[None, :]
     if packed:
-        groups = line_rows * (IN // GROUP)
-        line_scales = scales + groups
-        if GATED:
-            line_scales = tl.where(lines < tile_rows, line_scales, gate_scales + groups)
-        step_of_x = steps + tl.where(present, read, 0)[None, :]
-        lows = (count * PER_TOKEN if DOWN else count) * IN
+        at = scales_at(scales, gate_scales, line_rows, lines < tile_rows, IN, GATED)
         value = add_packed(
-            inputs,
-            step_of_x,
-            lows,
-            valid,
-            starts,
-            line_scales,
-            local,
-            0,
-            IN,
-            even,
-            ROWS,
-            BLOCK,
-            BATCH,
-            USE_PDL,
+            inputs, valid, starts, at, local, 0, IN, even, ROWS, BLOCK, BATCH, USE_PDL
         )
     else:
         value = add_pieces(inputs, valid, starts, local, 0, IN, IN, even, ROWS, BLOCK, BATCH)
@@ -360,10 +335,7 @@ def _launch(
     count, per_token = chosen.shape
     out_size, in_size = linear.weight.shape[1], linear.in_size
     packed, lone = linear.quantization in FOUR_BITS, blocks.choices is None
-    split = linear.quantization == "mxfp4" and splits(x, linear.quantization)
-    split = split and not lone and blocks.size in SPLIT_TILES
-    operand, steps = split_for(x, linear) if split else (x, x)
-    tile = (SPLIT_TILES if split else PACKED_TILES if packed else TILES)[blocks.size]
+    tile = (PACKED_TILES if packed else TILES)[blocks.size]
     if packed and lone:
         tile = LONE_TILE
     inputs_width, width = x.element_size(), linear.weight.element_size()
@@ -375,8 +347,7 @@ def _launch(
     products = 1 if gate is None else 2
     tile_rows = tile.rows // products
     launcher(expert_rows, (triton.cdiv(out_size, tile_rows), blocks.count))(
-        operand,
-        steps,
+        x,
         linear.weight,
         linear.weight if gate is None else gate.weight,
         x if linear.scale is None else linear.scale,
@@ -399,7 +370,7 @@ def _launch(
         NEIGHBOURS=8 if products * out_size * in_size * width > CACHED else 1,
         ROWS=tile.rows,
         BLOCK=tile.block,
-        BATCH=LONE_BATCH if packed and lone else blocks.size,
+        BATCH=blocks.size,
         num_warps=tile.warps,
         num_stages=tile.stages,
         **pdl_options(x),

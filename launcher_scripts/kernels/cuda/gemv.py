@@ -28,6 +28,7 @@ from launcher_scripts.kernels.cuda.elementwise import (
     activate,
     activate_gated,
     best_of_parts,
+    scales_of,
 )
 from launcher_scripts.kernels.cuda.lora import add_delta, load_inner, load_up, lora_arguments
 from launcher_scripts.kernels.cuda.norm import (
@@ -229,18 +230,6 @@ def vector(values, rows, OUT: tl.constexpr, PRESENT: tl.constexpr):
     result = tl.zeros(rows.shape, tl.float32)
     if PRESENT:
         result = tl.load(values + rows, mask=rows < OUT, other=0.0).to(tl.float32)
-    return result
-
-
-@triton.jit
-def scales_of(scales, weight, rows, out):
-    """Return the factors of the products of a weight's rows: ones, but for a weight in bytes.
-
-    out: how many rows there are
-    """
-    result = tl.full(rows.shape, 1.0, tl.float32)
-    if weight.dtype.element_ty.primitive_bitwidth == 8 and weight.dtype.element_ty != tl.uint8:
-        result = tl.load(scales + rows, mask=rows < out, other=0.0)
     return result
 
 

@@ -28,7 +28,6 @@ E2M1_UNIT = tl.constexpr(2.0**126)
 RAISED = tl.constexpr(2.0**80)  # times x: its products with the smallest numbers are normal
 INT4_LOWERED = tl.constexpr(2.0 ** (149 - 80))
 E2M1_LOWERED = tl.constexpr(2.0 ** (126 - 80))
-E4M3_UNIT = tl.constexpr(2.0**6)
 PER_WORD = tl.constexpr(8)
 PER_LOAD = tl.constexpr(2)  # words a thread holds side by side, and quads of x: 16 bytes
 
@@ -66,21 +65,6 @@ E2M1_HIGH = tl.constexpr(
     + "and.b32 h, h, 0x01010101;\nor.b32 h, h, t;\nshl.b32 l, $2, 4;"
     + _E2M1_PTX
 )
-# The same as e4m3, 2^6 too small.
-E4M3_LOW = tl.constexpr("""{
-.reg .b32 t, u;
-and.b32 t, $1, 0x80808080;
-shl.b32 u, $1, 4;
-lop3.b32 t, u, 0x10101010, t, 0xea;
-shr.b32 u, $1, 3;
-lop3.b32 $0, u, 0x0c0c0c0c, t, 0xea;
-}""")
-E4M3_HIGH = tl.constexpr("""{
-.reg .b32 t;
-shl.b32 t, $1, 3;
-and.b32 t, t, 0x90909090;
-lop3.b32 $0, $1, 0x0c0c0c0c, t, 0xea;
-}""")
 
 
 @triton.jit
@@ -125,19 +109,7 @@ def converted(tile, kind: tl.constexpr, E2M1: tl.constexpr, PACKED: tl.constexpr
 
     PACKED: four bytes at a time
     """
-    if kind == tl.float8e4nv:
-        if PACKED:
-            first = tl.inline_asm_elementwise(
-                E4M3_LOW, "=r,r", [tile], dtype=tl.uint8, is_pure=True, pack=4
-            )
-            second = tl.inline_asm_elementwise(
-                E4M3_HIGH, "=r,r", [tile], dtype=tl.uint8, is_pure=True, pack=4
-            )
-        else:
-            first = (tile & 0x80) | ((tile << 4) & 0x10) | ((tile >> 3) & 12)
-            second = ((tile << 3) & 0x90) | (tile & 12)
-        first, second = first.to(kind, bitcast=True), second.to(kind, bitcast=True)
-    elif PACKED and kind == tl.bfloat16:
+    if PACKED and kind == tl.bfloat16:
         first = _by_ptx(tile, E2M1_LOW if E2M1 else INT4_LOW)
         second = _by_ptx(tile, E2M1_HIGH if E2M1 else INT4_HIGH)
     else:
@@ -154,13 +126,21 @@ def converted(tile, kind: tl.constexpr, E2M1: tl.constexpr, PACKED: tl.constexpr
 
 
 @triton.jit
-def _add_group(product, codes, inputs, lows, valid, scale, zero, ZEROS: tl.constexpr):
+def scales_at(scales, gate_scales, rows, is_up, IN: tl.constexpr, GATED: tl.constexpr):
+    """Addresses of the scales of rows; with GATED the gate's, but for those that are up's."""
+    offset = rows * (IN // GROUP)
+    start = scales + offset
+    if GATED:
+        start = tl.where(is_up, start, gate_scales + offset)
+    return start
+
+
+@triton.jit
+def _add_group(product, codes, inputs, valid, scale, zero, ZEROS: tl.constexpr):
     """product plus codes times the inputs at an address, each row by its scale; with ZEROS less its
-    zero point. lows: see add_packed"""
+    zero point."""
     x = tl.load(inputs, mask=valid, other=0.0)
     added = tl.dot(codes, x, input_precision="ieee")
-    if x.dtype == tl.float8e4nv:
-        added = tl.dot(codes, tl.load(inputs + lows, mask=valid, other=0.0), added)
     if ZEROS:
         ones = tl.full(codes.shape, 1.0, codes.dtype)  # sums of x where the products are
         added += (ZERO_POINT - zero) * tl.dot(ones, x, input_precision="ieee")
@@ -170,8 +150,6 @@ def _add_group(product, codes, inputs, lows, valid, scale, zero, ZEROS: tl.const
 @triton.jit
 def add_packed(
     inputs,
-    steps,
-    lows,
     valid,
     starts,
     scales,
@@ -188,8 +166,6 @@ def add_packed(
 
     starts, scales, local: [ROWS, 1], where the weight's rows and their scales start, and which
         there are
-    steps, lows: of inputs that are e4m3 in two parts (see dot.split_rows): the addresses of their
-        steps, and how far the low parts are from the high ones
     first, last: whole BLOCKs, which are whole PERIODs
     """
     e2m1: tl.constexpr = scales.dtype.element_ty == tl.uint8
@@ -209,10 +185,8 @@ def add_packed(
             low, high, zero, other_zero = load_scales(scales, at // GROUP, local)
             one, two = converted(tile, kind, e2m1, PACKED)
             x = offsets + at
-            product = _add_group(product, one, x, lows, valid, low, zero, zeros)
-            product = _add_group(product, two, x + GROUP, lows, valid, high, other_zero, zeros)
-    if kind == tl.float8e4nv:
-        product *= tl.load(steps, mask=valid, other=0.0) * E4M3_UNIT
+            product = _add_group(product, one, x, valid, low, zero, zeros)
+            product = _add_group(product, two, x + GROUP, valid, high, other_zero, zeros)
     return product
 
 

@@ -17,7 +17,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from launcher_scripts.kernels.cuda.compiling import launcher, pdl_options, row_tile
-from launcher_scripts.kernels.cuda.gemv import begin, multiply, scales_of, vector
+from launcher_scripts.kernels.cuda.elementwise import scales_of
+from launcher_scripts.kernels.cuda.gemv import begin, multiply, vector
 from launcher_scripts.kernels.cuda.lora import add_delta, load_inner, load_up, lora_arguments
 from launcher_scripts.kernels.cuda.norm import (
     empty_stats,

@@ -9,8 +9,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from launcher_scripts.kernels.cuda.compiling import NO_PDL, launcher, pdl_options, row_tile
-from launcher_scripts.kernels.cuda.elementwise import kept
-from launcher_scripts.kernels.cuda.gemv import begin, linear_arguments, multiply, scales_of, vector
+from launcher_scripts.kernels.cuda.elementwise import kept, scales_of
+from launcher_scripts.kernels.cuda.gemv import begin, linear_arguments, multiply, vector
 from launcher_scripts.kernels.cuda.lora import add_delta, load_inner, load_up, lora_arguments
 from launcher_scripts.kernels.cuda.norm import (
     load_row_stats,
