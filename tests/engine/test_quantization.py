@@ -213,7 +213,7 @@ def test_ranks_together_are_near(tmp_path: Path, quantization: Quantization) -> 
 
 
 def test_other_quantizations_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"unknown quantization .*got 'fp4'; choices: fp8, int8"):
+    with pytest.raises(ConfigError, match=r"unknown quantization .*got 'fp4'; choices: fp8, int4"):
         EngineSettings(Path("unused"), quantization="fp4")  # type: ignore[arg-type]
 
 
