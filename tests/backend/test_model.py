@@ -444,7 +444,10 @@ def test_sequence_batching_that_cannot_work_is_refused(changes, message):
         ({"model_type": "GPT-J"}, "unknown model_type; got 'GPT-J'; choices: GPT"),
         ({"data_type": "int4"}, "unknown data_type; got 'int4'; choices: fp32, fp16, bf16"),
         ({"int8_mode": "2"}, "int8_mode is not supported; got 2"),
-        ({"quantization": "fp4"}, "unknown quantization .*got 'fp4'; choices: fp8, int8"),
+        (
+            {"quantization": "fp4"},
+            "unknown quantization .*got 'fp4'; choices: fp8, int4, int8, mxfp4",
+        ),
         ({"inter_token_target": "soon"}, "inter_token_target must be a number of seconds"),
         ({"inter_token_target": "-1"}, "inter_token_target must be a number of seconds.*'-1'"),
         ({"inter_token_target": "inf"}, "inter_token_target must be a number of seconds"),
