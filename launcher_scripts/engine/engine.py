@@ -430,7 +430,9 @@ class Engine:
         while self._gather(
             scheduler,
             launched,
-            MASK_POLL_SECONDS * waits if launched or scheduler.rows else recording.pause(),
+            MASK_POLL_SECONDS * waits
+            if launched or scheduler.rows or self._interruption is not None
+            else recording.pause(),
         ):
             if self._interruption is not None and self._interruption.attempt(scheduler, launched):
                 self._interruption, recording.stopped = None, scheduler.asleep

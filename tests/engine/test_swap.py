@@ -39,6 +39,7 @@ from tests.engine.small_models import (
     write_checkpoint,
 )
 from tests.engine.small_t5 import SOURCE, VARIANTS, t5_config, t5_tensors
+from tests.processes import wait_for
 
 IDS = (5, 60, 11, 11, 2, 33, 47, 0, 9, 28)
 GPT2 = small_config(num_layers=2, end_id=67, max_positions=512)
@@ -196,6 +197,30 @@ def test_rows_of_several_ranks_go_on(tmp_path: Path, monkeypatch, tp, pp):
     assert set(versions) <= {(0, 0), (0, 1), (1, 1), (2, 2)}
     assert torch.equal(context_logits(engine, IDS), before)
     engine.close()
+
+
+def test_rows_that_are_cancelled_do_not_hold_up_an_exchange(served):
+    """It waits for the only row, which leaves without a step."""
+    engine, *_ = served
+    started, cancelled = threading.Event(), threading.Event()
+
+    def on_token(_) -> None:
+        started.set()
+        cancelled.wait(60)
+
+    future = engine.submit(GenerateRequest(IDS, 60), on_token)
+    assert started.wait(60)
+    results: list[str] = []
+    exchange = threading.Thread(
+        target=lambda: results.append(engine.between_steps(lambda _: "done", drains=True)),
+        daemon=True,
+    )
+    exchange.start()
+    wait_for(lambda: engine._inbox.qsize() > 0)
+    future.cancel()
+    cancelled.set()
+    exchange.join(30)
+    assert results == ["done"]
 
 
 def test_rows_that_do_not_end_in_time_keep_the_weights(served, monkeypatch):

@@ -78,7 +78,7 @@ def test_others_are_answered_while_a_large_body_is_parsed(
         return validate(*arguments)
 
     monkeypatch.setattr(parameters, "parse_body", slow)
-    for name in ("validation", "responses", "messages"):
+    for name in ("parameters", "responses", "messages"):
         monkeypatch.setattr(f"launcher_scripts.gateway.{name}.validated", observed)
     messages, ignored = [{"role": "user", "content": "a"}], {"a": "b" * 20_000}
     values = {"messages": messages, "max_tokens": 1, "metadata": ignored}

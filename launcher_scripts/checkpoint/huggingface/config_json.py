@@ -234,7 +234,8 @@ class _Proposal(RawConfig):
         self.model_type = raw.get("model_type")
         self.values = raw
         self.is_rope = section
-        self._defaults = {key: value for key, value in self._defaults.items() if key not in _NULL}
+        stated = (*_NULL, *_TOKENS)  # config_with_token_ids says which ids are not known
+        self._defaults = {key: value for key, value in self._defaults.items() if key not in stated}
 
     def __call__(self, *names: str, default: Any = None) -> Any:
         self.read_keys.update(names)
