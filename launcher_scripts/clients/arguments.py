@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from launcher_scripts.clients.connection import CONNECTIONS, NUMPY_TYPES, SequenceStep, Tensors
-from launcher_scripts.clients.remote import DEFAULT_MODEL, RemoteServer, ServerModels
+from launcher_scripts.clients.remote import DEFAULT_MODEL, RemoteServer, ServerModels, find_models
 from launcher_scripts.common.command_line import with_open_output
 from launcher_scripts.common.errors import ConfigError, LauncherError, Problems, problem
 from launcher_scripts.config.security import ClientTls
@@ -97,23 +98,27 @@ def in_session(tensors: Tensors) -> Tensors:
     return {name: array[None] for name, array in tensors.items()}
 
 
-def require_sessions(models: ServerModels) -> None:
-    """Raises ConfigError for a model that forgets every request."""
-    if not models.sessions:
-        raise ConfigError(
-            problem(
-                f"model {models.name} has no sessions",
-                change="--model, or export with export.triton_deployment.interactive=True",
-            )
-        )
+@contextmanager
+def session_server(flags: argparse.Namespace) -> Iterator[tuple[RemoteServer, ServerModels]]:
+    """The server that flags mean, and a model on it that has sessions.
 
-
-def check_flags(flags: argparse.Namespace) -> None:
-    """Raises ConfigError that names every number that is too small."""
+    Raises ConfigError that names every number that is too small, or a model that forgets every
+    request.
+    """
     problems = Problems("the session's flags")
     for name in ("num_session_steps", "session_len", "memory_len", "session_id"):
         problems.check_minimum(name, getattr(flags, name), 1, f"--{name}")
     problems.raise_if_any(ConfigError)
+    with connect_server(flags) as server:
+        models = find_models(server, flags.model)
+        if not models.sessions:
+            raise ConfigError(
+                problem(
+                    f"model {models.name} has no sessions",
+                    change="--model, or export with export.triton_deployment.interactive=True",
+                )
+            )
+        yield server, models
 
 
 DEFAULT_ADDRESSES = {"http": "localhost:8000", "grpc": "localhost:8001"}

@@ -19,12 +19,11 @@ from launcher_scripts.clients.arguments import (
     add_sampling_flags,
     add_server_flags,
     add_session_flags,
-    check_flags,
     connect_server,
     in_session,
-    require_sessions,
     run_client,
     sampling_tensors,
+    session_server,
     steps,
 )
 from launcher_scripts.clients.connection import Tensors
@@ -204,10 +203,7 @@ def text_session_main(argv: Sequence[str] | None = None) -> int:
 
 def print_session(flags: argparse.Namespace) -> None:
     """The blocks, with one of the model and one of the ensemble for every request of a session."""
-    check_flags(flags)
-    with connect_server(flags) as server:
-        models = find_models(server, flags.model)
-        require_sessions(models)
+    with session_server(flags) as (server, models):
 
         def talk(name: str, request: Tensors) -> Iterator[Tensors]:
             """The answers of a session in which the same request is sent at every step."""

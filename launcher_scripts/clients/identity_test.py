@@ -20,15 +20,14 @@ from launcher_scripts.clients.arguments import (
     add_sampling_flags,
     add_server_flags,
     add_session_flags,
-    check_flags,
     connect_server,
     equal_rows,
     identity_prompts,
     in_session,
     no_words,
-    require_sessions,
     run_client,
     sampling_tensors,
+    session_server,
     steps,
 )
 from launcher_scripts.clients.connection import SequenceStep, Tensors
@@ -199,10 +198,7 @@ def session_main(argv: Sequence[str] | None = None) -> int:
 
 def time_session(flags: argparse.Namespace) -> None:
     """Ask, print and time: a session is one run, and every answer has the whole session's text."""
-    check_flags(flags)
-    with connect_server(flags) as server:
-        models = find_models(server, flags.model)
-        require_sessions(models)
+    with session_server(flags) as (server, models):
         request = request_of(flags)
 
         def send(step: SequenceStep, more: Tensors) -> Tensors:

@@ -42,8 +42,8 @@ OVERSHOOT = 0.25
 # tokens of the largest graph at least, unless the device needs so many seconds for that graph.
 LAUNCHED_SHARE = 1.5
 LAUNCH_HIDDEN_SECONDS = 0.03
-# An estimate is the median of so many durations: it outlasts a step that recorded a graph. Passes
-# over fewer tokens take about as long as over none.
+# A budget goes by the median of so many durations, which outlasts a step that recorded a graph; the
+# next step is launched by the shortest. Passes over fewer tokens take about as long as over none.
 SAMPLES = 9
 MIN_SAMPLE_TOKENS = 256
 # Before the step in flight ends, the host needs this time to plan and launch the next one, and the
