@@ -147,6 +147,7 @@ def measure(
     engine = Engine.load(settings)
     engine.warm_up()
     swaps, clients = WeightSwaps(engine), Clients(engine)
+    swaps.warm_up()  # as a server does
     threads = [
         threading.Thread(target=clients.run, args=(number,)) for number in range(arguments.clients)
     ]

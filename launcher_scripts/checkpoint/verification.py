@@ -222,7 +222,7 @@ def _partial(different: NDArray[np.bool_]) -> str:
 def rebuilt(checkpoint: FTCheckpoint, spec: WeightSpec, layer: int | None) -> NDArray[Any] | None:
     """One whole stored tensor of an exported folder; None when copies of a head differ."""
     config, tp_size = checkpoint.config, checkpoint.tp_size
-    if not spec.partition.per_rank:
+    if tp_size == 1 or not spec.partition.per_rank:
         return checkpoint.read(spec, layer)
     ranks = [checkpoint.read(spec, layer, rank) for rank in range(tp_size)]
     if spec.partition is Partition.ROW_PARALLEL:

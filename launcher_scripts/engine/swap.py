@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent import futures
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from math import inf
@@ -95,8 +95,22 @@ class WeightSwaps:
         self.version = 0
         self._asleep: ExitStack | None = None
         self._waking = threading.Lock()
+        self._is_warm = False
         self.folder = Path(engine.settings.checkpoint_dir)
         self.digests = _digests(self.folder)
+
+    def warm_up(self) -> None:
+        """Run the probe once with the weights that are served, so that what its passes compile on
+        first use is not compiled in the pause of an exchange, when nobody else gets tokens.
+        """
+        if self._is_warm:
+            return
+        for request in probe_requests(self._engine.config):
+            with suppress(BusyError):  # a server without a free place; an exchange may have one
+                self._engine.between_steps(
+                    partial(self._probe, requests=[request]), partial(self._has_room, request)
+                )
+        self._is_warm = True
 
     def swap(
         self, folder: Path, mode: ExchangeMode = "drain", drain_seconds: float = DRAIN_SECONDS
@@ -126,13 +140,15 @@ class WeightSwaps:
         drain_seconds: float = DRAIN_SECONDS,
         *,
         probe: bool = False,
+        began: float | None = None,
     ) -> SwapResult:
         """Serve the weights of a transformers folder of the model that is served.
 
         version: the trainer's name of them;  probe: compare logits with the CPU's, as `swap` does
+        began:   by time.perf_counter(), when their transfer began, where it is part of the call
         Raises as `swap`.
         """
-        began = time.perf_counter()
+        began = time.perf_counter() if began is None else began
         with self._operations():
             settings = self._engine.settings
             served = open_checkpoint(settings, verify=False)
@@ -222,18 +238,16 @@ class WeightSwaps:
         """Do the operation; references: of the probe, none where there is none."""
         engine, operations = self._engine, self._engine.operations
         requests = probe_requests(engine.config) if references else []
-        # What the probe has to compile is compiled before the pause.
-        early = list(map(engine.submit, requests))
+        if requests:
+            self.warm_up()
         operations.prepare(operation)
-        for future in early:
-            future.cancel()
         prepared = time.perf_counter()
         try:
             rows, difference, seconds, pause = engine.between_steps(
                 lambda scheduler: self._exchange(
                     scheduler, operations, requests, references, weights
                 ),
-                lambda scheduler: not requests or scheduler.make_room(engine.row(requests[-1])),
+                lambda scheduler: not requests or self._has_room(requests[-1], scheduler),
                 drains=mode == "drain",
                 seconds=drain_seconds,
             )
@@ -266,13 +280,9 @@ class WeightSwaps:
         """Exchange the weights, and put those before back where the probe disagrees."""
         engine, began = self._engine, time.perf_counter()
         seconds = operations.carry_out("apply")
-        limit, reason = max_difference(engine.settings), ""
-        try:
-            outputs = [engine.run_alone(scheduler, request) for request in requests]
-        except (RequestError, futures.TimeoutError) as error:
-            differences, reason = [inf], f"; the probe failed: {error}"
-        else:
-            differences = list(map(relative_difference, map(probed, outputs), references))
+        limit = max_difference(engine.settings)
+        outputs, reason = self._probe(scheduler, requests)
+        differences = [inf] if reason else list(map(relative_difference, outputs, references))
         difference = max(differences, default=0.0)
         if not all(item <= limit for item in differences):  # also where one is no number
             operations.carry_out("revert")
@@ -286,6 +296,18 @@ class WeightSwaps:
         self.folder, self.digests = weights
         rows = scheduler.exchanged_weights(self.version, engine.sessions)
         return rows, difference, seconds, time.perf_counter() - began
+
+    def _probe(
+        self, scheduler: InterruptibleScheduler, requests: Sequence[GenerateRequest]
+    ) -> tuple[list[Tensor], str]:
+        """Return the outputs of requests, each run before all rows, and the reason of a failure."""
+        try:
+            return [probed(self._engine.run_alone(scheduler, item)) for item in requests], ""
+        except (RequestError, futures.TimeoutError) as error:
+            return [], f"; the probe failed: {error}"
+
+    def _has_room(self, request: GenerateRequest, scheduler: InterruptibleScheduler) -> bool:
+        return scheduler.make_room(self._engine.row(request))
 
     def _check_memory(self, checkpoint: FTCheckpoint) -> None:
         """Raise ConfigError where this node has no memory for what its ranks and the probe need,
@@ -349,7 +371,7 @@ def reference_outputs(
         draft_checkpoint_dir=None,
         parallelism=Parallelism(),
         device="cpu",
-        max_batch_size=1,
+        max_batch_size=len(requests),
         max_tokens=REFERENCE_TOKENS,
         kv_cache_dtype="auto",
         enable_custom_all_reduce=False,
@@ -361,7 +383,9 @@ def reference_outputs(
         plain, lambda: assemble_runner(weights, plain, Communicator(), HOST)
     )
     try:
-        return [probed(engine.submit(request).result()) for request in requests]
+        with engine.together():  # one pass reads all weights once
+            outputs = list(map(engine.submit, requests))
+        return [probed(output.result()) for output in outputs]
     finally:
         engine.close()
 

@@ -7,6 +7,7 @@ import importlib
 import json
 import socket
 import threading
+import time
 import types
 import weakref
 from concurrent.futures import Future
@@ -18,6 +19,7 @@ import torch
 from launcher_scripts.backends.fastertransformer.server import MAX_WAITING_VARIABLE, engine_settings
 from launcher_scripts.backends.fastertransformer.waiting_rows import idle_seconds
 from launcher_scripts.backends.text_channel import FORWARDED
+from launcher_scripts.checkpoint.huggingface import export as huggingface_export
 from launcher_scripts.common.errors import ConfigError
 from launcher_scripts.common.files import DigestChain
 from launcher_scripts.common.parallelism import Parallelism
@@ -631,18 +633,22 @@ def test_an_error_of_one_request_leaves_the_others(streaming_model, monkeypatch)
 
 
 @pytest.mark.usefixtures("backend")
-def test_files_that_a_refit_cannot_read_are_answered_and_the_next_one_is_served() -> None:
+def test_files_that_a_refit_cannot_read_are_answered_and_the_next_one_is_served(
+    monkeypatch,
+) -> None:
     operations = importlib.import_module("launcher_scripts.backends.fastertransformer.operations")
     served: list[str] = []
 
-    def refit(folder: Path, version: str, *_: object) -> types.SimpleNamespace:
+    def refit(folder: Path, version: str, *_: object, began: float) -> types.SimpleNamespace:
+        assert began <= time.perf_counter()
         assert (folder / "model.safetensors").read_bytes() == framed({"__metadata__": {}})
         served.append(version)
         return types.SimpleNamespace(values=lambda: {"version": len(served)})
 
     settings = types.SimpleNamespace(nodes=1, checkpoint_dir=Path("nowhere"))
+    model = types.SimpleNamespace(config={})
+    monkeypatch.setattr(huggingface_export, "exported_model", lambda _: model)
     refits = operations.RefitSocket(types.SimpleNamespace(settings=settings, refit=refit))
-    refits._config = "{}"
     entry = {"dtype": "F32", "shape": [1]}
     for content, says in (
         (b"\xff" * 8, "too many for the header"),

@@ -22,13 +22,16 @@ from launcher_scripts.common.errors import (
 )
 from launcher_scripts.common.files import DigestChain
 from launcher_scripts.contract.requests import GenerateRequest
+from launcher_scripts.engine.core.results import StepResult
 from launcher_scripts.engine.core.session import Session
 from launcher_scripts.engine.engine import Engine
 from launcher_scripts.engine.messages.message import ExchangeWeights, OperationRequest
+from launcher_scripts.engine.messages.plan import Plan
 from launcher_scripts.engine.ranks.operations import OperationError
 from launcher_scripts.engine.runner import weight_exchange
 from launcher_scripts.engine.runner.operations import RankOperations
-from launcher_scripts.engine.swap import WeightSwaps
+from launcher_scripts.engine.runner.runner import Runner
+from launcher_scripts.engine.swap import WeightSwaps, probe_requests
 from tests.engine.small_models import (
     LATENT,
     LLAMA,
@@ -274,6 +277,27 @@ def test_altered_files_are_refused(served):
     with pytest.raises(CheckpointError, match="no manifest"):
         swaps.swap(second)
     assert torch.equal(context_logits(engine, IDS), before)
+
+
+def test_passes_of_the_pause_have_run_before(served, monkeypatch):
+    """On a GPU the first pass of a kind compiles its kernels, which takes seconds."""
+    engine, swaps, first, second = served
+    passes: list[tuple[tuple[int, ...], int]] = []
+    launch = Runner.launch
+
+    def note(runner: Runner, plan: Plan) -> StepResult:
+        if runner is engine._runner:
+            passes.append((tuple(part.count for part in plan.prefill), len(plan.decode)))
+        return launch(runner, plan)
+
+    monkeypatch.setattr(Runner, "launch", note)
+    alone = [((len(request.input_ids),), 0) for request in probe_requests(engine.config)]
+    swaps.warm_up()
+    assert passes == alone
+    swaps.swap(second)
+    assert passes == 2 * alone
+    swaps.swap(first)
+    assert passes == 3 * alone
 
 
 def test_a_probe_that_disagrees_puts_the_weights_back(served, monkeypatch):

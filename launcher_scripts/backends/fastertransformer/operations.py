@@ -14,6 +14,7 @@ import shutil
 import socket
 import tempfile
 import threading
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -72,6 +73,8 @@ class ServerOperations:
         self._loras = engine.loras
         self._model = model
         self._is_closed = os.environ.get(CLOSED_VARIABLE) == "1"
+        if self._is_closed:  # else nothing is ever exchanged
+            self.swaps.warm_up()
         self._table: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
             "swap": self._swap,
             "load_lora": self._load_lora,
@@ -215,15 +218,20 @@ class RefitSocket:
     """
 
     def __init__(self, swaps: WeightSwaps) -> None:
-        """Raises ConfigError where the model runs on several nodes."""
+        """Raises ConfigError where the model runs on several nodes, and CheckpointError where
+        transformers has no class of it, and so no names.
+        """
         if swaps.settings.nodes > 1:
             message = "ranks on other nodes do not see the memory behind a socket"
             raise ConfigError(problem(message, change="refit from a folder that all nodes share"))
         self._swaps = swaps
+        # The readers of all formats are loaded when they are needed, and not in the first refit.
+        from launcher_scripts.checkpoint.huggingface.export import exported_model
+
+        self._config = json.dumps(exported_model(swaps.settings.checkpoint_dir).config)
         base = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else None
         self._folder = Path(tempfile.mkdtemp(prefix="refit-", dir=base))
         self.path = self._folder / "socket"
-        self._config: str | None = None
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(str(self.path))
         self._listener.listen(1)
@@ -235,49 +243,46 @@ class RefitSocket:
             connection, _ = self._listener.accept()
             connection.settimeout(SILENCE_SECONDS)
             with connection, contextlib.suppress(OSError, EOFError):
-                reply: dict[str, Any] = {}
-                while "error" not in reply:
-                    reply = self._reply(connection)
-                    content = json.dumps(reply).encode()
-                    connection.sendall(HEADER_LENGTH.pack(len(content)) + content)
+                is_open = True
+                while is_open:
+                    is_open = self._answer(connection)
 
-    def _reply(self, connection: socket.socket) -> dict[str, Any]:
-        """Take one file and serve it. Raises EOFError where it does not come."""
-        folder = self._folder / "weights"
+    def _answer(self, connection: socket.socket) -> bool:
+        """Take one file, serve it and reply. Return whether the next one may come.
+
+        Raises EOFError where it does not come.
+        """
+        prefix = bytearray(HEADER_LENGTH.size)
+        fill(connection, memoryview(prefix))
+        began, memory, folder = time.perf_counter(), None, self._folder / "weights"
         folder.mkdir()
         try:
-            metadata = receive_refit(connection, folder / REFIT_FILE)
-            if (memory := SharedTensors.of(folder)) is not None:
+            metadata = receive_refit(connection, prefix, folder / REFIT_FILE)
+            memory = SharedTensors.of(folder)
+            if memory is not None:
                 memory.write(COMPARED_BYTES)
-            (folder / CONFIG_NAME).write_text(self._config_json())
+            (folder / CONFIG_NAME).write_text(self._config)
             mode, seconds = drain_of(metadata, EXCHANGE_MODES[1])
             version = str(metadata.get("version", ""))
-            return self._swaps.refit(folder, version, mode, seconds).values()
+            reply = self._swaps.refit(folder, version, mode, seconds, began=began).values()
         except EOFError:
             raise
         except Exception as error:
-            return operation_failure(error)
+            reply = operation_failure(error)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-
-    def _config_json(self) -> str:
-        """Return the config.json of the model that is served. Raises CheckpointError."""
-        if self._config is None:
-            # The readers of all formats are loaded when they are needed.
-            from launcher_scripts.checkpoint.huggingface.export import exported_model
-
-            model = exported_model(self._swaps.settings.checkpoint_dir)
-            self._config = json.dumps(model.config)
-        return self._config
+        content = json.dumps(reply).encode()
+        connection.sendall(HEADER_LENGTH.pack(len(content)) + content)
+        del memory  # open until the client has its reply: each part takes a while to close
+        return "error" not in reply
 
 
-def receive_refit(connection: socket.socket, path: Path) -> dict[str, Any]:
+def receive_refit(connection: socket.socket, prefix: bytearray, path: Path) -> dict[str, Any]:
     """Write the safetensors file that comes next; returns its metadata.
 
+    prefix: its first bytes, which have come before
     Raises EOFError where it ends too early, and CheckpointError for what cannot be one.
     """
-    prefix = bytearray(HEADER_LENGTH.size)
-    fill(connection, memoryview(prefix))
     (length,) = HEADER_LENGTH.unpack(prefix)
     if length > MAX_HEADER_BYTES:
         raise CheckpointError(f"{length} bytes are too many for the header of a safetensors file")

@@ -31,13 +31,14 @@ from launcher_scripts.checkpoint.fastertransformer.manifest import (
     check_files,
     check_size,
     content_digest,
+    memory_digest,
     partial_folder,
     read_manifest,
     reject_existing,
     replace_folder,
     writing,
 )
-from launcher_scripts.checkpoint.formats.source_tensor import BFLOAT16, dtype_name
+from launcher_scripts.checkpoint.formats.source_tensor import BFLOAT16, copied, dtype_name
 from launcher_scripts.common.errors import CheckpointError, Problems, problem
 from launcher_scripts.models import family_of
 from launcher_scripts.models.family import ModelConfig, WeightSpec
@@ -139,14 +140,11 @@ class FTCheckpoint:
         entry = None if self.manifest is None else self.manifest.entries.get(name)
         if entry is None:
             raise CheckpointError(f"{self.folder} has no manifest with the digest of {name}")
-        values = np.array(self.read(spec, layer, tp_rank))
+        values = copied(self.read(spec, layer, tp_rank))
         algorithm, right = entry.comparable
-        digest = DIGESTS[algorithm]()
-        digest.update(values.reshape(-1).view(np.uint8).data)
-        if digest.hexdigest() != right:
-            raise CheckpointError(
-                problem(f"{name} is altered", got=digest.hexdigest(), choices=[right])
-            )
+        digest = memory_digest(values.reshape(-1).view(np.uint8).data, algorithm)
+        if digest != right:
+            raise CheckpointError(problem(f"{name} is altered", got=digest, choices=[right]))
         return values
 
     def _check_counts(self, problems: Problems) -> None:

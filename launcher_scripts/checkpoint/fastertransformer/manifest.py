@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from launcher_scripts.checkpoint.formats.archive import crc32
+from launcher_scripts.checkpoint.formats.archive import PARALLEL_BYTES, crc32, memory_threads
 from launcher_scripts.common.errors import CheckpointError, Problems, problem
 from launcher_scripts.common.files import parse_json, read_plain
 
@@ -258,6 +258,16 @@ def source_digest(path: Path) -> str:
         result = pool.map(lambda entry: hash_file(entry[1]), files)
         lines = [f"{digest}  {name}\n" for digest, (name, _) in zip(result, files, strict=True)]
     return f"{ALGORITHM}:{content_digest(''.join(lines).encode(), ALGORITHM)}"
+
+
+def memory_digest(data: memoryview, algorithm: str) -> str:
+    """The digest of memory; several threads compute BLAKE3's of much of it."""
+    if algorithm == "blake3" and data.nbytes >= PARALLEL_BYTES:
+        digest: Digest = blake3(max_threads=memory_threads())
+    else:
+        digest = DIGESTS[algorithm]()
+    digest.update(data)
+    return digest.hexdigest()
 
 
 def content_digest(content: bytes, algorithm: str = SMALL) -> str:

@@ -38,6 +38,14 @@ try:
 except ImportError:
     from zlib import crc32 as crc32
 
+PARALLEL_BYTES = 1 << 24  # fewer are copied, and get their digest, by one thread
+_MAX_THREADS = 8
+
+
+def memory_threads() -> int:
+    """Return the number of threads that copy or digest much memory together."""
+    return min(_MAX_THREADS, len(os.sched_getaffinity(0)))
+
 
 @dataclass(frozen=True, order=True)
 class Checksum:

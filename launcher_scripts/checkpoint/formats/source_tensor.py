@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -22,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from launcher_scripts.checkpoint.formats.archive import Region
+from launcher_scripts.checkpoint.formats.archive import PARALLEL_BYTES, Region, memory_threads
 from launcher_scripts.common.errors import CheckpointError, problem
 from launcher_scripts.common.files import parse_json
 
@@ -46,6 +47,20 @@ class Workspace:
             memory = self._memory[name] = np.empty(size, np.uint8)
         result: NDArray[Any] = memory[:size].view(dtype).reshape(shape)
         return result
+
+
+def copied(values: NDArray[Any]) -> NDArray[Any]:
+    """A copy in memory of its own. Several threads make a large one: to one of them the system
+    gives fresh pages at a fraction of the rate at which it can copy.
+    """
+    threads = memory_threads()
+    if threads == 1 or values.nbytes < PARALLEL_BYTES or not values.flags.c_contiguous:
+        return np.array(values)
+    result: NDArray[Any] = np.empty(values.shape, values.dtype)
+    parts = (np.array_split(x.reshape(-1).view(np.uint8), threads) for x in (result, values))
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(np.copyto, *parts))
+    return result
 
 
 # numpy has none of them: their bits have these names, so that they are not taken for integers.

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from launcher_scripts.checkpoint.formats.source_tensor import BFLOAT16
+from launcher_scripts.checkpoint.formats.source_tensor import BFLOAT16, copied
 from launcher_scripts.common.errors import ConfigError, problem
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.common.quantization import FOUR_BITS, Quantization
@@ -57,7 +57,7 @@ class Uploads:
 
     def _copied(self, values: NDArray[Any]) -> Tensor:
         if self._device.type != "cuda" or values.nbytes < UPLOAD_CHUNK // MAX_UPLOAD_THREADS:
-            return torch.from_numpy(np.array(values)).to(self._device)
+            return torch.from_numpy(copied(values)).to(self._device)
         source = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
         result = torch.empty(len(source), dtype=torch.uint8, device=self._device)
         for first in range(0, len(source), UPLOAD_CHUNK):

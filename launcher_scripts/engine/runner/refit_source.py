@@ -10,7 +10,9 @@ from __future__ import annotations
 import mmap
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -172,11 +174,26 @@ class SharedTensors:
         return full.as_strided(array.shape, steps, first // array.itemsize)
 
     def write(self, count: int) -> None:
-        """Give the file the first `count` bytes of each tensor."""
+        """Give the file the first `count` bytes of each tensor.
+
+        They come from a device in one copy, which does not wait for the steps there: one by one
+        each would wait for the step under way.
+        """
         with self.path.open("r+b") as file:
-            for offset, memory in zip(self.offsets, self.memory, strict=True):
-                file.seek(offset)
-                file.write(memory[:count].cpu().numpy().tobytes())
+            for device, items in self._by_device().items():
+                parts = [memory[:count] for _, memory in items]
+                with on_side_stream(device):
+                    together = torch.cat(parts).cpu()
+                values = together.split([part.numel() for part in parts])
+                for (offset, _), part in zip(items, values, strict=True):
+                    file.seek(offset)
+                    file.write(part.numpy())
+
+    def _by_device(self) -> dict[torch.device, list[tuple[int, Tensor]]]:
+        result: dict[torch.device, list[tuple[int, Tensor]]] = {}
+        for offset, memory in zip(self.offsets, self.memory, strict=True):
+            result.setdefault(memory.device, []).append((offset, memory))
+        return result
 
 
 def read_header(path: Path) -> tuple[dict[str, dict[str, Any]], Any, int]:
@@ -191,12 +208,12 @@ def opened_memory(text: str) -> dict[str, Tensor]:
 
     text: JSON, see HANDLES of the client.  Raises CheckpointError.
     """
-    result = {}
+    result, numbers = {}, cache(device_of)
     try:
         for name, entry in parse_json(text.encode()).items():
             uuid, handle, size, offset, counter, number, event, waits, first, count = entry
             storage = torch.UntypedStorage._new_shared_cuda(
-                device_of(uuid),
+                numbers(uuid),
                 bytes.fromhex(handle),
                 size,
                 offset,
@@ -244,3 +261,21 @@ def in_file_order(columns: Sequence[NDArray[Any]], dtype: np.dtype[Any]) -> Stor
             parts.append(part)
     result: Stored = np.concatenate(parts).T if len(parts) > 1 else np.ascontiguousarray(*parts).T
     return result
+
+
+def on_side_stream(device: torch.device) -> AbstractContextManager[object]:
+    """Inside, what this thread has a GPU do does not wait for steps; at the end it is done."""
+    return _SideStream(device) if device.type == "cuda" else nullcontext()
+
+
+class _SideStream:
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+        self._context = torch.cuda.stream(self._stream)
+
+    def __enter__(self) -> None:
+        self._context.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._stream.synchronize()
+        self._context.__exit__(*error)

@@ -12,7 +12,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -36,7 +35,7 @@ from launcher_scripts.engine.model.gpt_weights import GPTWeightLoader
 from launcher_scripts.engine.model.kv_cache import available_memory
 from launcher_scripts.engine.model.weight_loader import DTYPES, Reader, Stored
 from launcher_scripts.engine.runner.loading import EngineSettings, open_checkpoint, read_weights
-from launcher_scripts.engine.runner.refit_source import RefitSource
+from launcher_scripts.engine.runner.refit_source import RefitSource, on_side_stream
 from launcher_scripts.engine.runner.runner import Runner
 from launcher_scripts.models.adapters import LoRASlots, adapters_of
 from launcher_scripts.models.family import ModelConfig, WeightSpec
@@ -254,24 +253,6 @@ class ReachableCopies:
                 return block  # pieces of other sizes may still fit into the one before
             self._block = block
         return self._block[:count]
-
-
-def on_side_stream(device: torch.device) -> AbstractContextManager[object]:
-    """Inside, what this thread has a GPU do does not wait for steps; at the end it is done."""
-    return _SideStream(device) if device.type == "cuda" else nullcontext()
-
-
-class _SideStream:
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
-        self._context = torch.cuda.stream(self._stream)
-
-    def __enter__(self) -> None:
-        self._context.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._stream.synchronize()
-        self._context.__exit__(*error)
 
 
 def named_tensors(weights: object) -> dict[str, Tensor]:
