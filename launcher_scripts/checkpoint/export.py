@@ -253,8 +253,13 @@ def _located(settings: ExportSettings) -> tuple[Path, Hints]:
             )
         )
     path, selected = nemo_files.locate(snapshot_of(path), settings.training_checkpoint)
-    allowed = settings.allow_custom_code_config
-    return path, Hints(settings.num_attention_heads, settings.encoder_only, selected, allowed)
+    return path, Hints(
+        settings.num_attention_heads,
+        settings.encoder_only,
+        selected,
+        settings.allow_custom_code_config,
+        settings.prediction_layer,
+    )
 
 
 def _with_token_ids(

@@ -84,6 +84,9 @@ class ModelOptions:
         None, "attention heads, for a checkpoint that does not say how many"
     )
     encoder_only: bool = option(False, "export only the encoder of an encoder-decoder")
+    prediction_layer: bool = option(
+        False, "export only the layer for multi-token prediction, as a draft model"
+    )
     prompt_checkpoints: tuple[ConfigPath, ...] = option(
         (), "virtual tokens to add, in this order", metavar="PATH"
     )

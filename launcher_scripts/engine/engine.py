@@ -420,6 +420,7 @@ class Engine:
             recorded_tokens=runner.recorded_tokens,
             inter_token_target=self.settings.inter_token_target,
             draft_model=runner.draft is not None,
+            draft_head=runner.draft is not None and runner.draft.is_head,
             snapshots=runner.decoder.cache.row_states.snapshots,
             stages=stages,
             one_by_one=self.settings.deterministic,

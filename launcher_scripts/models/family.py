@@ -346,7 +346,7 @@ class ModelConfig(ABC):
     def local_size(self, axis: str, tp_size: int) -> int:
         """Size on one of `tp_size` ranks of a split axis called `axis` (an attribute name)."""
         size: int = getattr(self, axis)
-        return -(-size // tp_size) if axis == "vocab_size" else size // tp_size
+        return -(-size // tp_size) if axis.endswith("vocab_size") else size // tp_size
 
     def check_fields(
         self, problems: Problems, sizes: Iterable[str], choices: Mapping[str, Sequence[str]]
@@ -428,71 +428,3 @@ class Family:
     name: str
     config_type: type[Any]
     weights: Callable[[Any], list[WeightSpec]]
-
-
-def check_draft_model(
-    problems: Problems,
-    draft: Any,
-    tp_size: int,
-    model: Any,
-    parallelism: Parallelism,
-    change: str,
-) -> None:
-    """Note why it cannot.
-
-    draft, model: ModelConfigs; model: None where nothing is known of it yet
-    tp_size:      for which the draft model's files are cut
-    change:       where the draft model is named
-    """
-    for name, config in (("draft model", draft), ("model", model)):
-        if hasattr(config, "encoder_only"):
-            problems.add(f"a draft model is for decoder-only models; the {name} has an encoder")
-            return
-    if draft.has_row_states:
-        problems.add(
-            "a draft model takes tokens back, and layers that keep a state of each row cannot",
-            got=", ".join(sorted(draft.branch_kinds)),
-            choices=["a model whose layers have attention alone"],
-            change=change,
-        )
-        return
-    if tp_size != parallelism.tp_size:
-        problems.add(
-            "the draft model is cut for another number of tensor-parallel ranks",
-            got=tp_size,
-            choices=[parallelism.tp_size],
-            change=change,
-        )
-    if draft.num_layers < parallelism.pp_size:
-        problems.add(
-            f"the draft model has fewer layers than the {parallelism.pp_size} pipeline stages",
-            got=draft.num_layers,
-            change=change,
-        )
-    if model is None:
-        return
-    if draft.vocab_size != model.vocab_size:
-        problems.add(
-            "the draft model has another vocabulary than the model",
-            got=f"{draft.vocab_size} ids",
-            choices=[f"{model.vocab_size} ids"],
-            change=change,
-        )
-    model_positions, draft_positions = _positions(model), _positions(draft)
-    if draft.position_embedding == "learned" != model.position_embedding:
-        model_positions = None  # nothing ends the model's rows
-    if draft_positions is not None and (
-        model_positions is None or draft_positions < model_positions
-    ):
-        problems.add(
-            "the draft model has fewer positions than the model",
-            got=draft_positions,
-            choices=["no end" if model_positions is None else f"at least {model_positions}"],
-            change=change,
-        )
-
-
-def _positions(config: Any) -> int | None:
-    """Number of positions of the model; None if unlimited."""
-    has_positions = config.position_embedding in ("learned", "rope")
-    return int(config.max_positions) if has_positions else None

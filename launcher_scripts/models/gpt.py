@@ -15,6 +15,7 @@ from launcher_scripts.common.errors import Problems
 from launcher_scripts.common.parallelism import divisors
 from launcher_scripts.models import mixers
 from launcher_scripts.models.adapters import NO_ADAPTERS, Adapters, AdapterSizes
+from launcher_scripts.models.draft_heads import DraftHeadSizes
 from launcher_scripts.models.family import ACTIVATIONS, NORMALIZATIONS, XIELU, numbers_in
 from launcher_scripts.models.mixers import MixerSizes
 from launcher_scripts.models.side_streams import StreamSizes
@@ -44,7 +45,7 @@ def expert_groups(count: int, per_token: int, num_scores: int) -> dict[str, int]
 
 
 @dataclass(frozen=True)
-class GPTConfig(StreamSizes, AdapterSizes, MixerSizes):
+class GPTConfig(StreamSizes, AdapterSizes, MixerSizes, DraftHeadSizes):
     """Hyperparameters of a GPT.
 
     head_size is independent of hidden_size / num_heads. `activation` "gelu" is the tanh form,
@@ -221,6 +222,7 @@ class GPTConfig(StreamSizes, AdapterSizes, MixerSizes):
         self._check_groups(problems)
         self._check_latent(problems)
         self.check_streams(problems, self.parts)
+        self.check_draft_head(problems)
         if self.joint_qk_norm and not (self.qk_norm and self.normalization == "rmsnorm"):
             problems.add("joint_qk_norm needs qk_norm and rmsnorm", got=self.normalization)
         if self.activation == "clamped_swiglu" and not self.gated:

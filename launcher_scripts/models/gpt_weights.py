@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from launcher_scripts.models import adapters, gpt_dialects, mixers, side_streams
+from launcher_scripts.models import adapters, draft_heads, gpt_dialects, mixers, side_streams
 from launcher_scripts.models.family import MIXERS, RECURRENT_KINDS, XIELU, Partition, WeightSpec
 from launcher_scripts.models.gpt import GPTConfig
 
@@ -19,6 +19,8 @@ def weights(config: GPTConfig) -> list[WeightSpec]:
 
     Layer tensors come last and carry `*`. Norms have a bias exactly when they are layer norms.
     """
+    if config.draft_head is not None:
+        return draft_heads.weights(config, _norm, _layer(config))
     specs = [_spec("wte", ("vocab_size", "hidden_size"), Partition.VOCAB_PARALLEL)]
     if config.position_embedding == "learned":
         specs.append(_spec("wpe", ("max_positions", "hidden_size")))

@@ -22,7 +22,7 @@ from launcher_scripts.engine.engine import STEPS_AHEAD, Engine, EngineSettings
 from launcher_scripts.engine.messages.plan import Draft, Plan, Proposal
 from launcher_scripts.engine.runner.drafts import DraftModel
 from launcher_scripts.engine.runner.loading import PREFILL_TOKENS, open_checkpoints
-from launcher_scripts.models.family import check_draft_model
+from launcher_scripts.models.draft_heads import check_draft_model
 from tests.engine.small_models import (
     EagerGraphs,
     engine_for,

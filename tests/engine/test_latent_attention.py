@@ -21,7 +21,7 @@ LORA = Adapters(lora_names=("a", "b"), lora_rank=3, lora_targets=("attention.kv_
 def layer_of(config: GPTConfig) -> LatentAttention:
     """The attention of the first layer, with a cache of drawn numbers."""
     _, runner = runner_for(config, random_tensors(config), max_tokens=64)
-    (layer,) = runner.decoder._decoder.layers[0].of_kind(LatentAttention)
+    (layer,) = runner.decoder.stack.layers[0].of_kind(LatentAttention)
     layer.cache.keys.normal_()
     return layer
 

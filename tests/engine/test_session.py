@@ -75,9 +75,9 @@ def test_a_session_goes_on_as_one_long_prompt(engine):
 def windowed_next(network: Network, text: Sequence[int], window: int) -> int:
     """The likeliest next token by the plainest forward pass there is, with banded attention."""
     positions = torch.arange(len(text))
-    x = network._decoder.embed(torch.tensor(text), positions)
+    x = network.stack.embed(torch.tensor(text), positions)
     rotary, *_ = network._tables(positions)
-    for layer in network._decoder.layers:
+    for layer in network.stack.layers:
         (attention,), (mlp,) = layer.branches
         heads, size = attention.heads, attention.heads.head_size
         cache = LayerCache(

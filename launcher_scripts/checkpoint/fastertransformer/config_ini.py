@@ -23,7 +23,8 @@ from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.config.settings import CHECKPOINT_KEY, DATA_TYPES, DRAFT_MODEL_KEY
 from launcher_scripts.models import family_of
 from launcher_scripts.models.adapters import adapters_of
-from launcher_scripts.models.family import ModelConfig, check_draft_model
+from launcher_scripts.models.draft_heads import check_draft_model
+from launcher_scripts.models.family import ModelConfig
 from launcher_scripts.models.repository import FILE_NAME, parse_ini
 
 EXTENSION = "extension"

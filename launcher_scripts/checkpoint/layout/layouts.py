@@ -292,6 +292,13 @@ def summands(tensors: Sequence[NDArray[Any]], _config: Any) -> NDArray[Any]:
     return np.stack(rows)
 
 
+def offset_ids(tensors: Sequence[NDArray[Any]], _config: Any) -> NDArray[Any]:
+    """Ids [n], each stored less its index, as three digits to the base 256: any type holds them."""
+    (offsets,) = tensors
+    ids = offsets.astype(np.int64) + np.arange(len(offsets))
+    return np.stack([(ids >> bits & 255).astype(np.float32) for bits in (16, 8, 0)])
+
+
 def fairseq_sinusoids(_tensors: Sequence[NDArray[Any]], config: Any) -> NDArray[Any]:
     """Positions of XGLM and M2M-100, [max_positions, hidden]; zeros in the padding token's row.
 
@@ -468,6 +475,7 @@ LAYOUTS: dict[str, Layout] = {
     "stacked_rows": Layout(stacked_rows),
     "summands": Layout(summands, inverse=sum_of_rows),
     "summands_of_row": Layout(summands, inverse=row_of_sums),
+    "offset_ids": Layout(offset_ids),
     "scaled_by_root_hidden": Layout(
         scaled_by_root_hidden, inverse=divided_by_root_hidden, is_exact=False
     ),

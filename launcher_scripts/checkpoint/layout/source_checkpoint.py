@@ -170,6 +170,7 @@ class Hints:
     encoder_only: of an encoder-decoder, export the encoder
     allow_custom_code_config: take a model for the one of its model type, although its configuration
                               names code or a class of its own
+    prediction_layer: export the layer for multi-token prediction alone, as a draft head
     training_checkpoint: of a training's checkpoints, the `last`, the `best`, or one by its name
     """
 
@@ -177,6 +178,7 @@ class Hints:
     encoder_only: bool = False
     training_checkpoint: str = "last"
     allow_custom_code_config: bool = False
+    prediction_layer: bool = False
 
 
 class SourceCheckpoint(ABC):

@@ -37,6 +37,13 @@ from launcher_scripts.checkpoint.sources.huggingface_architectures import (
     has_separate_head,
 )
 from launcher_scripts.checkpoint.sources.huggingface_classes import check_classes, reject_disobeyed
+from launcher_scripts.checkpoint.sources.huggingface_drafts import (
+    as_head,
+    eagle3,
+    head_kind,
+    prediction_layer,
+    without_predictors,
+)
 from launcher_scripts.checkpoint.sources.huggingface_quantization import (
     FILES,
     KEY,
@@ -45,8 +52,6 @@ from launcher_scripts.checkpoint.sources.huggingface_quantization import (
 )
 from launcher_scripts.checkpoint.sources.huggingface_raw import (
     MULTIMODAL,
-    PREDICTING,
-    PREDICTORS,
     RawConfig,
     generation_keys,
     text_name,
@@ -63,6 +68,7 @@ from launcher_scripts.common.errors import CheckpointError, Problems, problem
 from launcher_scripts.common.files import mapping, parse_json
 from launcher_scripts.common.tokenizer import BYT5, GENERATION_FILE, OPTIONAL_FILES, is_byt5
 from launcher_scripts.config.settings import CHECKPOINT_KEY
+from launcher_scripts.models.draft_heads import EAGLE3, MTP
 from launcher_scripts.models.family import ModelConfig
 
 _MAX_LISTED = 5
@@ -258,6 +264,7 @@ class HuggingFaceCheckpoint(FullTensors):
         full = read_mapping(archive, CONFIG_NAME)
         raw = described(full)
         row = architecture(raw, archive.path / CONFIG_NAME)
+        head = head_kind(raw, hints.prediction_layer)
         reads_images = full.get("model_type") in MULTIMODAL
         of_files: list[str] = []
         files = weight_files(archive, WEIGHT_FILES, of_files)
@@ -266,10 +273,14 @@ class HuggingFaceCheckpoint(FullTensors):
         # transformers makes a shared expert of no width where there is none.
         tensors = {name: tensor for name, tensor in tensors.items() if 0 not in tensor.shape}
         widened = _widened(tensors, raw, archive)
+        if head == EAGLE3:
+            tensors, raw = eagle3(tensors, raw)
+        elif head == MTP:
+            tensors, raw = prediction_layer(tensors, raw, str(archive.path))
         tensors = separate_experts(tensors, raw["model_type"], str(archive.path))
         if raw["model_type"] in GEMMAS_WITH_INPUTS:
             tensors = tensors_of_layers(tensors, raw)
-        tensors, predicts = _without_predictors(tensors, raw)
+        tensors, predicts = without_predictors(tensors, raw)
         if hints.encoder_only:
             tensors = {
                 name: tensor for name, tensor in tensors.items() if not name.startswith(DECODER)
@@ -285,10 +296,13 @@ class HuggingFaceCheckpoint(FullTensors):
         if headless and has_separate_head(values, row.ties):
             problems.add(f"{HEAD} is missing, and tie_word_embeddings is false")
         reject_disobeyed(values)
-        check_classes(values, full, row.family, hints.allow_custom_code_config)
+        check_classes(
+            values, full if head is None else raw, row.family, hints.allow_custom_code_config
+        )
         dialects = row.dialects(values)
         try:
             config = row.read(values)
+            config = config if head is None else as_head(config, values, head)
         except CheckpointError:
             values.check_keys()
             problems.raise_if_any(CheckpointError)
@@ -392,23 +406,6 @@ def _widened(
     problems.raise_if_any(CheckpointError)
     check_no_weight_is_left(tensors)
     return [scheme.note for scheme in schemes if scheme.note]
-
-
-def _without_predictors(
-    tensors: dict[str, SourceTensor], raw: Mapping[str, Any]
-) -> tuple[dict[str, SourceTensor], bool]:
-    """The tensors without those of layers behind the last one that predict further tokens, if
-    config.json says that there may be such; and whether there were."""
-    layers = raw.get("num_hidden_layers")
-    promised = raw.get("model_type") in PREDICTING or any(raw.get(key) for key in PREDICTORS)
-    if not isinstance(layers, int) or not promised:
-        return tensors, False
-    remaining = {}
-    for name, tensor in tensors.items():
-        layer = re.match(r"layers\.(\d+)\.", name)
-        if not name.startswith("mtp") and (layer is None or int(layer[1]) < layers):
-            remaining[name] = tensor
-    return remaining, len(remaining) < len(tensors)
 
 
 def _untied(

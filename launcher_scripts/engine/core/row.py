@@ -292,9 +292,10 @@ class Row:
 
     def end_draft(self, right: int) -> None:
         """The draft is over, of which so many tokens came: those have been read by the draft model,
-        but for the last one that it proposed. It has nothing of a row without a place.
+        but for the last one that it proposed, unless it reads them again. It has nothing of a row
+        without a place.
         """
-        if self.slots and self.draft is not None and self.draft.proposed:
+        if self.slots and self.draft and self.draft.proposed and not self.draft.reread:
             self.read_by_draft += min(right, self.draft.proposed - 1)
             if self.prefix is not None:
                 self.prefix.read = self.read_by_draft

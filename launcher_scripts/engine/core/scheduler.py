@@ -79,7 +79,7 @@ class Scheduler:
                     ascending; None: rows do not decode in passes over prompts
     inter_token_target: seconds that a step over prompts may take, so that rows which decode get
                     their next tokens, and new prompts their turn; 0: as long as prefill_tokens take
-    draft_model:    whether there is one
+    draft_model:    whether there is one;  draft_head: and it is a head
     stages:         pipeline stages, which work on different rows at a time
     one_by_one:     whether a pass takes one prompt, and one source
     snapshots:      copies of rows' states that there is room for; 0: rows have no such states
@@ -95,6 +95,7 @@ class Scheduler:
         recorded_tokens: Callable[[int], list[int]] | None = None,
         inter_token_target: float = 0.0,
         draft_model: bool = False,
+        draft_head: bool = False,
         stages: int = 1,
         one_by_one: bool = False,
         snapshots: int = 0,
@@ -111,7 +112,7 @@ class Scheduler:
             prefill_tokens, recorded_tokens, inter_token_target, one_by_one=one_by_one
         )
         self._applied_at = 0.0
-        self._draft_model = draft_model
+        self._draft_model, self._draft_head = draft_model, draft_head
         self._stages = stages
         self._one_by_one = one_by_one
         self._steps = 0
@@ -165,7 +166,9 @@ class Scheduler:
         waiting = [row.prefill_length - row.prefilled for row in self._reading.values()]
         reads = waiting or self._draft_model
         limits = self._budget.limits(len(running), waiting) if reads else Limits(0, 0)
-        drafts, proposals = plan_drafts(running, limits.tokens if self._draft_model else 0)
+        drafts, proposals = plan_drafts(
+            running, limits.tokens if self._draft_model else 0, rereads=self._draft_head
+        )
         drafting = [row for row in running if row.draft is not None]
         single = [row for row in running if row.hypotheses is None and row.draft is None]
         beams = [row for row in running if row.hypotheses is not None]

@@ -294,11 +294,12 @@ class Drafting(NamedTuple):
     proposals: tuple[Proposal, ...] = ()
 
 
-def plan_drafts(rows: Sequence[Row], draft_model_tokens: int) -> Drafting:
+def plan_drafts(rows: Sequence[Row], draft_model_tokens: int, *, rereads: bool = False) -> Drafting:
     """Let each of the rows that wants one have a draft, as far as there is one.
 
     rows: those that get a token in the step
     draft_model_tokens: most tokens that the draft model reads in it; 0 where there is none
+    rereads: it reads what it has proposed again, after the model: a draft head
     """
     drafts, proposals = [], []
     minimum = COPIED_TOKENS if draft_model_tokens else 0
@@ -311,7 +312,7 @@ def plan_drafts(rows: Sequence[Row], draft_model_tokens: int) -> Drafting:
             proposals.append(proposal)
             draft_model_tokens -= len(proposal.ids)
             if proposal.count:
-                row.draft = Draft(row.slot, row.cached, (row.tokens[-1],), proposal.count)
+                row.draft = Draft(row.slot, row.cached, (row.tokens[-1],), proposal.count, rereads)
         if row.draft is None:
             draft = draft or row.lookup.draft(row.room)
             row.draft = Draft(row.slot, row.cached, (row.tokens[-1], *draft)) if draft else None

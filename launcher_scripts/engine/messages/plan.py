@@ -144,12 +144,14 @@ class Draft(Record, frozen=True):
     past:     cache tokens of the row before them
     ids:      those that are known when the step is planned
     proposed: how many more follow, which the row's proposal in the same step brings
+    reread:   the draft model reads them again, those that come
     """
 
     slot: int
     past: int
     ids: tuple[int, ...]
     proposed: int = 0
+    reread: bool = False
 
     @property
     def tokens(self) -> int:

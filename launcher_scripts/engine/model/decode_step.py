@@ -16,7 +16,12 @@ from torch import Tensor
 
 from launcher_scripts.engine.distributed.communicator import Communicator
 from launcher_scripts.engine.messages.plan import Bounds
-from launcher_scripts.engine.model.forward_context import CacheContext, Stack, StepContext
+from launcher_scripts.engine.model.forward_context import (
+    CacheContext,
+    HiddenStates,
+    Stack,
+    StepContext,
+)
 from launcher_scripts.engine.model.layers import ForwardContext, ParallelSublayers, Sublayer
 from launcher_scripts.engine.model.rotary import RotaryTables
 from launcher_scripts.engine.model.weights import LayerWeights, ModelWeights, sublayers_of
@@ -55,6 +60,7 @@ class DecodeStep:
         communicator: Communicator,
     ) -> None:
         config, head, embedding = weights.config, weights.head, stack.embedding
+        self.stack = stack
         self.sublayers: Sublayers = stack.sublayers
         self.head = None if head is None else kernels.prepare(head)
         self.embedding = embedding
@@ -94,7 +100,8 @@ class DecodeStep:
             sources=bounds.source > 0,
         )
         x = self._entered(x)
-        return self._through(x, self._context(rows, bounds, slots, lora_adapters))
+        context = self._context(rows, bounds, slots, lora_adapters)
+        return self._through(x, context, rows.starts + rows.positions)
 
     def _entered(self, x: Hidden) -> Hidden:
         """Return the input of the first layer from the output of begin_step."""
@@ -111,9 +118,12 @@ class DecodeStep:
                 exact = self.kernels.norm(exact, embedding.norm, torch.float32)
         return self.kernels.hidden(exact, self._norms[0], x.operand.dtype)
 
-    def _through(self, x: Hidden, context: ForwardContext[Hidden]) -> Hidden:
-        """Hidden states after the stage's last layer, also sent on."""
-        x = through(self.sublayers, x, context, self._norms)
+    def _through(self, x: Hidden, context: ForwardContext[Hidden], slots: Tensor) -> Hidden:
+        """Hidden states after the stage's last layer, also sent on.  slots: [N], cache tokens"""
+        features = self.stack.features
+        x = through(self.sublayers, x, context, self._norms, features)
+        if features is not None:
+            features.store(slots, x.exact)
         if not self.communicator.is_last_stage:
             self.communicator.to_next_stage(x.exact)
         return x
@@ -135,7 +145,7 @@ class DecodeStep:
         the new tokens.
         """
         x = self.kernels.hidden(embedded, self._norms[0], self._tables.tokens.dtype)
-        return self._through(x, context).exact
+        return self._through(x, context, context.slots).exact
 
     def logits(self, x: Hidden) -> Tensor:
         """Float32 [B, vocab] on every rank of the last stage."""
@@ -185,10 +195,16 @@ def prepared(sublayers: Sublayers, last: Norm | None) -> list[Norm | None]:
 
 
 def through(
-    sublayers: Sublayers, x: Hidden, context: ForwardContext[Hidden], norms: Sequence[Norm | None]
+    sublayers: Sublayers,
+    x: Hidden,
+    context: ForwardContext[Hidden],
+    norms: Sequence[Norm | None],
+    features: HiddenStates | None = None,
 ) -> Hidden:
     """Hidden states after the sublayers.  norms: as `prepared` gives them"""
-    for sublayer, norm_of_next in zip(sublayers, norms[1:], strict=True):
+    for index, (sublayer, norm_of_next) in enumerate(zip(sublayers, norms[1:], strict=True)):
+        if features is not None:
+            features.collect(index, x.exact)
         x = sublayer.step(x, context, norm_of_next)
     return x
 

@@ -51,10 +51,24 @@ def with_virtual_tokens(
     return x
 
 
+class HiddenStates(Protocol):
+    """Receiver of the hidden states of a pass, for a draft head."""
+
+    def collect(self, index: int, x: Tensor, /) -> None:
+        """Note the input x float32 [N, hidden] of the sublayer of this index."""
+        ...
+
+    def store(self, slots: Tensor, x: Tensor, /) -> None:
+        """Keep what is needed of the cache tokens slots [N]; x [N, hidden]: the last output."""
+        ...
+
+
 class Stack:
     """A stage of a decoder or an encoder, with the embedding on the first.
 
     Hidden states between stages are float32 [N, hidden].
+
+    features: gets the hidden states of every pass; None: not needed
     """
 
     def __init__(
@@ -69,6 +83,7 @@ class Stack:
     ) -> None:
         self.embedding = weights.embedding
         self._side = side
+        self.features: HiddenStates | None = None
         self.layers = layers
         self.sublayers = [sublayer for layer in layers for sublayer in layer.sublayers]
         self._prompt_tables = weights.prompt_tables
@@ -122,8 +137,13 @@ class Stack:
             own = x if side.embedding is None else self._embedded(side.embedding, ids, positions)
             x = side.enter(x, context.slots, embedded=self.embedding is not None)
             context = replace(context, tokens=(ids, own))
-        for sublayer in self.sublayers:
+        features = self.features
+        for index, sublayer in enumerate(self.sublayers):
+            if features is not None:
+                features.collect(index, x)
             x = sublayer.forward(x, context)
+        if features is not None and isinstance(context, CacheContext):
+            features.store(context.slots, x)
         if side is not None and isinstance(context, CacheContext):
             x = side.leave(x, context.slots, is_last=self._communicator.is_last_stage)
         if not self._communicator.is_last_stage:

@@ -25,8 +25,10 @@ from launcher_scripts.engine.model.weight_loader import (
 )
 from launcher_scripts.engine.model.weights import (
     AttentionWeights,
+    DraftHeadWeights,
     Embedding,
     Experts,
+    HeadAttentionWeights,
     LayerWeights,
     LinearWeights,
     MLPWeights,
@@ -46,6 +48,7 @@ from launcher_scripts.kernels.operands import (
 )
 from launcher_scripts.kernels.quantization import with_alike_scales
 from launcher_scripts.models.adapters import ATTENTION_ADAPTER, FFN_ADAPTER, LORA_TARGETS
+from launcher_scripts.models.draft_heads import EAGLE3, IDS
 from launcher_scripts.models.family import XIELU, Partition
 from launcher_scripts.models.gpt import GPTConfig
 from launcher_scripts.models.gpt_dialects import EXPERT_BIAS
@@ -59,6 +62,8 @@ class GPTWeightLoader(SideStreamLoader):
     def load(self) -> ModelWeights:
         """See WeightLoader."""
         config, first, last = self.config, self.is_first_stage, self.is_last_stage
+        if config.draft_head is not None:
+            return self._draft_head()
         inputs = bool(config.layer_input_size)
         needs_table = first or inputs or (last and config.tied_embeddings)
         table = self._table("wte") if needs_table else None
@@ -71,6 +76,27 @@ class GPTWeightLoader(SideStreamLoader):
         )
         head = self._head(table) if last else None
         return ModelWeights(config, decoder, head, loras=self.loras)
+
+    def _draft_head(self) -> ModelWeights:
+        """Weights of a draft head; its head has no rows where they are the model's."""
+        norm, hidden_norm = self._norm("final_layernorm"), self._norm("draft.hidden_norm")
+        input_weight = self._tensor("draft.input.weight", self.dtype).t().contiguous()
+        layer, embedding_norm, ids = self._layer(0), None, None
+        rows = input_weight.new_zeros(0, self.config.hidden_size)
+        if self.config.draft_head == EAGLE3:
+            digits = self._tensor(IDS, torch.float32).long()
+            ids, rows = (
+                (digits[0] * 256 + digits[1]) * 256 + digits[2],
+                self._table("lm_head.weight", "draft_vocab_size"),
+            )
+            attention = HeadAttentionWeights(**vars(layer.attention), hidden_norm=hidden_norm)
+            layer = replace(layer, branches=((attention,), *layer.branches[1:]))
+        else:
+            embedding_norm = self._norm("draft.embedding_norm")
+        draft = DraftHeadWeights(Linear(input_weight, None), hidden_norm, embedding_norm, ids)
+        return ModelWeights(
+            self.config, StackWeights(None, {0: layer}), Linear(rows, None, norm), draft=draft
+        )
 
     def _embedding(self, table: Tensor) -> Embedding:
         config = self.config

@@ -208,6 +208,7 @@ class KVCache:
     pools: [layers, parts, heads, capacity + 1, width] of all layers with such a TokenState; keys
            and values are two parts, and `layers` are views of them
     row_states:  what is kept of rows whatever their length
+    features: [capacity + 1, hidden], hidden states that a draft head reads; None without one
     dtype: of keys and values;  token_bytes: what one token takes of them
     """
 
@@ -237,6 +238,7 @@ class KVCache:
             for layer, parts in zip(layers, pool, strict=True):
                 self.layers[layer] = LayerCache(parts[0], parts[-1], counts)
         self.ids: Tensor = torch.zeros(capacity + 1, dtype=torch.int64, device=device)
+        self.features: Tensor | None = None
         self.row_states = row_states or RowStatePool({}, 0, 0, dtype, device)
 
     @property
@@ -261,7 +263,8 @@ class KVCache:
             for first in range(0, run.count, COPIED_TOKENS):
                 some = min(COPIED_TOKENS, run.count - first)
                 overlaps = run.source - some < run.target < run.source
-                for pool in (*(pool.movedim(3, 0) for pool in self.pools), self.ids):
+                features = () if self.features is None else (self.features,)
+                for pool in (*(pool.movedim(3, 0) for pool in self.pools), self.ids, *features):
                     read = pool[run.source + first :][:some]
                     pool[run.target + first :][:some] = read.clone() if overlaps else read
 

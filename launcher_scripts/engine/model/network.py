@@ -175,7 +175,7 @@ class Network:
             for layer, layer_weights in weights.decoder.layers.items()
         ]
         side = self._side_streams()
-        self._decoder = Stack(weights.decoder, layers, config.hidden_size, *shared, side)
+        self.stack = Stack(weights.decoder, layers, config.hidden_size, *shared, side)
         self._readers = [reader for layer in layers for reader in layer.of_kind(CrossAttention)]
         self.step_unsupported_reasons = unsupported_reasons(
             config, weights.decoder.layers.values(), communicator.tp_size
@@ -258,7 +258,7 @@ class Network:
         if self.step is None or self._encoder is not None or windowed or tasks is not None:
             return self._forward(ids, positions, context, prompt_rows)
         self.cache.ids[context.slots] = ids
-        return self.step.prompts(self._decoder.embed(ids, positions, prompt_rows), context)
+        return self.step.prompts(self.stack.embed(ids, positions, prompt_rows), context)
 
     def decode(self, ids: Tensor, rows: Rows) -> Tensor:
         """Run one token per row: hidden states [B, hidden].
@@ -273,7 +273,7 @@ class Network:
 
     def weights_changed(self) -> None:
         """Derive again, in place, what fused steps know of the weights beforehand."""
-        stacks = [self._decoder] if self._encoder is None else [self._encoder.stack, self._decoder]
+        stacks = [self.stack] if self._encoder is None else [self._encoder.stack, self.stack]
         linears = [item for stack in stacks for part in stack.sublayers for item in _linears(part)]
         linears += [] if self.step is None else _linears(self.step)
         for linear in linears:
@@ -321,7 +321,7 @@ class Network:
         rows: Sequence[tuple[Prompt | None, int]] = (),
     ) -> Tensor:
         self.cache.ids[context.slots] = ids
-        return self._decoder.forward(ids, positions, context, rows)
+        return self.stack.forward(ids, positions, context, rows)
 
     def _layer(self, layer: int, weights: LayerWeights) -> Layer:
         result = Layer(
@@ -387,7 +387,7 @@ class Network:
             return None
         rotary = self._tables(torch.arange(self.cache.capacity + 1, device=self.device))
         return DecodeStep(
-            self._decoder,
+            self.stack,
             self.weights,
             rotary,
             self.cache.ids,

@@ -259,11 +259,11 @@ class WeightLoader(ABC):
             weight = weight + 1
         return Norm(self.config.normalization, weight, bias, self.config.norm_eps)
 
-    def _table(self, name: str) -> Tensor:
+    def _table(self, name: str, size: str = "vocab_size") -> Tensor:
         """This rank's part of a vocabulary table or vector; what is past the vocabulary is zero."""
         spec = self._specs[name]
         full = self._read(spec, None)
-        rows = self.config.local_size("vocab_size", self.parallelism.tp_size)
+        rows = self.config.local_size(size, self.parallelism.tp_size)
         first = self.tp_rank * rows
         part = full[first : first + rows]
         table = torch.zeros(rows, *full.shape[1:], dtype=self.dtype, device=self.device)

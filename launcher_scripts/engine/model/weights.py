@@ -250,6 +250,29 @@ class StackWeights:
     side: SideWeights | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class HeadAttentionWeights(AttentionWeights):
+    """Attention of an EAGLE-3, whose in_proj reads the token's embedding and the hidden states,
+    each after a norm; its own is that of the embedding."""
+
+    hidden_norm: Norm
+
+
+@dataclass(frozen=True)
+class DraftHeadWeights:
+    """A draft head's weights besides its layer.
+
+    input: projection of the embedding and the hidden state, both normalized; an EAGLE-3's of three
+           hidden states
+    ids:   of the output projection's rows, int64; None if it has the full vocabulary
+    """
+
+    input: Linear
+    hidden_norm: Norm
+    embedding_norm: Norm | None
+    ids: Tensor | None
+
+
 LoRAKey = tuple[tuple[str, ...], int, str | float | None]
 
 
@@ -260,6 +283,7 @@ class ModelWeights:
     head:         the output projection with the final norm, on the last pipeline stage
     encoder_norm: after the encoder's last layer, on the last pipeline stage
     loras:        the LoRA of layers, by the arguments of GPTWeightLoader.lora
+    draft:        of a draft head, whose embedding is the model's, and its `head` unless it has ids
     """
 
     config: Any
@@ -268,6 +292,7 @@ class ModelWeights:
     encoder: StackWeights | None = None
     encoder_norm: Norm | None = None
     loras: Mapping[LoRAKey, LoRA] = field(default_factory=dict)
+    draft: DraftHeadWeights | None = None
 
     @property
     def stacks(self) -> list[StackWeights]:

@@ -27,11 +27,17 @@ from launcher_scripts.engine.runner.prefill import Prefill
 
 
 class DraftModel:
-    """One rank of it. launch: has its runner carry out a plan;  states: those of its rows"""
+    """One rank of it. launch: has its runner carry out a plan;  states: those of its rows
 
-    def __init__(self, launch: Callable[[Plan], StepResult], states: RowStates) -> None:
+    is_head: it is a draft head, see engine/model/draft_head.py
+    """
+
+    def __init__(
+        self, launch: Callable[[Plan], StepResult], states: RowStates, *, is_head: bool
+    ) -> None:
         self._launch = launch
         self._states = states
+        self._is_head = is_head
 
     def propose(self, plan: Plan, rows: Mapping[int, RowStart]) -> Tensor | None:
         """The likeliest tokens, one after the other: int64 [proposals with a count, most], of which
@@ -41,15 +47,18 @@ class DraftModel:
         """
         if not (plan.proposals or plan.copies):
             return None
-        longer = [proposal for proposal in plan.proposals if len(proposal.ids) > 1]
-        single = [
-            proposal for proposal in plan.proposals if len(proposal.ids) == 1
-        ]  # which a step takes
+        starts = {proposal.slot: rows[proposal.slot] for proposal in plan.proposals}
+        proposals = plan.proposals
+        if self._is_head:
+            proposals = tuple(filter(None, map(_without_first, proposals)))
+            starts = {slot: replace(row, start=row.start + 1) for slot, row in starts.items()}
+        longer = [
+            proposal for proposal in proposals if self._is_head or len(proposal.ids) > 1
+        ]  # a head decodes what it proposes alone
+        single = [proposal for proposal in proposals if proposal not in longer]
         self._launch(
             Plan(
-                starts=tuple(
-                    _reading(rows[proposal.slot], proposal) for proposal in plan.proposals
-                ),
+                starts=tuple(_reading(starts[proposal.slot], proposal) for proposal in proposals),
                 prefill=tuple(
                     PrefillPart(proposal.slot, proposal.past, len(proposal.ids))
                     for proposal in longer
@@ -59,7 +68,7 @@ class DraftModel:
                 copies=plan.copies,
             )
         ).settle()
-        pending = [proposal for proposal in plan.proposals if proposal.count]
+        pending = [proposal for proposal in proposals if proposal.count]
         if not pending:
             return None
         slots = indices([proposal.slot for proposal in pending], self._states.device)
@@ -74,6 +83,14 @@ class DraftModel:
             ).settle()
             tokens.append(self._states.token[slots])
         return torch.stack(tokens, 1)
+
+
+def _without_first(proposal: Proposal) -> Proposal | None:
+    """Return the proposal as one of a draft head, which never reads a row's first token."""
+    past, ids = proposal.past - 1, proposal.ids
+    if past < 0:
+        past, ids = 0, ids[1:]
+    return Proposal(proposal.slot, past, ids, proposal.count) if ids else None
 
 
 def _reading(row: RowStart, proposal: Proposal) -> RowStart:

@@ -27,6 +27,7 @@ from launcher_scripts.contract.contracts import CONTRACTS
 from launcher_scripts.engine.distributed.communicator import Communicator
 from launcher_scripts.engine.distributed.heartbeat import RankProgress
 from launcher_scripts.engine.messages.message import Message, RankInfo
+from launcher_scripts.engine.model.draft_head import DraftHead, Features, with_tables
 from launcher_scripts.engine.model.families import (
     FAMILIES,
     engine_family,
@@ -53,7 +54,8 @@ from launcher_scripts.kernels.ops import Ops
 from launcher_scripts.kernels.quantization import FP8
 from launcher_scripts.models import family_of
 from launcher_scripts.models.adapters import with_lora_slots
-from launcher_scripts.models.family import ModelConfig, check_draft_model
+from launcher_scripts.models.draft_heads import check_draft_model
+from launcher_scripts.models.family import ModelConfig
 
 
 class Timeline:
@@ -240,6 +242,15 @@ def open_checkpoints(settings: EngineSettings, *, verify: bool) -> Checkpoints:
     """Both, checked against each other."""
     model = open_checkpoint(settings, verify=verify)
     if settings.draft_checkpoint_dir is None:
+        if getattr(model.config, "draft_head", None) is not None:
+            raise ConfigError(
+                problem(
+                    "a draft head generates no text by itself",
+                    got=str(settings.checkpoint_dir),
+                    change="model_checkpoint_path in config.pbtxt; name the head in "
+                    "draft_model_checkpoint_path",
+                )
+            )
         return Checkpoints(model)
     folder = settings.draft_checkpoint_dir
     draft = FTCheckpoint.open(folder, verify=verify)
@@ -406,6 +417,8 @@ def assemble_runner(
     launches: other than those of the device;  draft: the weights of the draft model
     """
     config = weights.config
+    if draft is not None and draft.draft is not None:
+        draft = with_tables(draft, weights)
     if settings.enable_custom_all_reduce:
         communicator.use_peer_memory()
     family, both = engine_family(config), [weights] if draft is None else [weights, draft]
@@ -418,10 +431,13 @@ def assemble_runner(
     snapshots = 0
     if config.has_row_states:
         snapshots = communicator.minimum(plan_snapshots(rows, row_bytes, memory))
+    token_bytes = sum(bytes_per_token(state.values(), dtype) for state in states)
+    if draft is not None and draft.draft is not None:
+        token_bytes += config.hidden_size * DTYPES[settings.data_type].itemsize
     capacity = communicator.minimum(
         plan_capacity(
             max_tokens,
-            sum(bytes_per_token(state.values(), dtype) for state in states),
+            token_bytes,
             memory - (rows + 1 + snapshots) * row_bytes,
         )
     )
@@ -439,7 +455,13 @@ def assemble_runner(
         row_states = RowStatePool(retained, rows, snapshots, DTYPES[settings.data_type], device)
         arrivals = rows * family.heads(weights.config, communicator.tp_size).num_heads
         cache = KVCache(retained, capacity, dtype, device, row_states, arrivals)
-        network = Network(weights, cache, by.kernels, communicator, device)
+        network: Network
+        if weights.draft is None:
+            network = Network(weights, cache, by.kernels, communicator, device)
+        else:
+            network = DraftHead(weights, cache, by.kernels, communicator, device, rows)
+        if draft_runner is not None and isinstance(draft_runner.decoder, DraftHead):
+            draft_runner.decoder.features = Features(draft.draft, network)
         return Runner(
             network,
             communicator,

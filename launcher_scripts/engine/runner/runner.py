@@ -19,6 +19,7 @@ from launcher_scripts.engine.core.sampler import Sampled, SamplingBatch
 from launcher_scripts.engine.core.step_outputs import TokenChoice
 from launcher_scripts.engine.distributed.communicator import Communicator
 from launcher_scripts.engine.messages.plan import Bounds, Choice, Plan, RowStart, StepShape
+from launcher_scripts.engine.model.draft_head import DraftHead
 from launcher_scripts.engine.model.forward_context import StepGraphs
 from launcher_scripts.engine.model.layers import Chunk, Rows, SourceRows
 from launcher_scripts.engine.model.network import Encoded, Network
@@ -163,7 +164,9 @@ class Runner:
         self._has_ia3 = adapters_of(decoder.config).ia3_num_tasks > 0
         self._has_lora = bool(adapters_of(decoder.config).loras.count)
         self.draft = draft
-        self._draft_model = None if draft is None else DraftModel(draft.launch, draft.states)
+        self._draft_model: DraftModel | None = None
+        if draft is not None:
+            self._draft_model = DraftModel(draft.launch, draft.states, is_head=draft.is_head)
         self._unsettled: deque[StepResult] = deque()
 
     @property
@@ -171,6 +174,11 @@ class Runner:
         """See Scheduler."""
         mixes = self._mixes([])
         return partial(recorded_tokens, max_rows=self.states.padding_slot) if mixes else None
+
+    @property
+    def is_head(self) -> bool:
+        """True if the network is a draft head."""
+        return isinstance(self.decoder, DraftHead)
 
     def _mixes(self, prompts: Sequence[RowStart]) -> bool:
         """Return whether rows decode in the pass over such prompts."""

@@ -124,7 +124,7 @@ class _Stage(Network):
     def __init__(self, steps: list[TracedStep], *args: Any) -> None:
         super().__init__(*args)
         self.traced: dict[str, dict[int, Layer]] = {
-            DECODER: dict(zip(self.weights.decoder.layers, self._decoder.layers, strict=True))
+            DECODER: dict(zip(self.weights.decoder.layers, self.stack.layers, strict=True))
         }
         if self._encoder is not None and self.weights.encoder is not None:
             layers = self.weights.encoder.layers
@@ -140,7 +140,7 @@ class _Stage(Network):
 
     def embed(self, stack: str, ids: Tensor) -> Tensor:
         """The input of the first layer."""
-        local = self._decoder if stack == DECODER or self._encoder is None else self._encoder.stack
+        local = self.stack if stack == DECODER or self._encoder is None else self._encoder.stack
         return local.embed(ids, torch.arange(len(ids)))
 
     def run(self, stack: str, layer: int, x: Tensor, source: Tensor | None) -> Tensor:
