@@ -116,13 +116,6 @@ def check_draft_model(
         if hasattr(config, "encoder_only"):
             problems.add(f"a draft model is for decoder-only models; the {name} has an encoder")
             return
-    if getattr(model, "draft_head", None) is not None:
-        problems.add(
-            "a draft head generates no text by itself",
-            got=model.draft_head,
-            choices=["a full model; name the head's folder in draft_model_dir of its export"],
-            change="checkpoint_path",
-        )
     if draft.has_row_states:
         problems.add(
             "a draft model takes tokens back, and layers that keep a state of each row cannot",
@@ -138,8 +131,22 @@ def check_draft_model(
             choices=[parallelism.tp_size],
             change=change,
         )
-    is_head = getattr(draft, "draft_head", None) is not None
-    if is_head and parallelism.pp_size > 1:
+    _check_stages(problems, draft, parallelism, change)
+    if model is None:
+        return
+    if draft.vocab_size != model.vocab_size:
+        problems.add(
+            "the draft model has another vocabulary than the model",
+            got=f"{draft.vocab_size} ids",
+            choices=[f"{model.vocab_size} ids"],
+            change=change,
+        )
+    check = _check_positions if getattr(draft, "draft_head", None) is None else _check_head
+    check(problems, draft, model, change)
+
+
+def _check_stages(problems: Problems, draft: Any, parallelism: Parallelism, change: str) -> None:
+    if getattr(draft, "draft_head", None) is not None and parallelism.pp_size > 1:
         problems.add(
             "a draft head reads hidden states of all layers, which pipeline stages divide",
             got=f"{parallelism.pp_size} stages",
@@ -152,18 +159,9 @@ def check_draft_model(
             got=draft.num_layers,
             change=change,
         )
-    if model is None:
-        return
-    if draft.vocab_size != model.vocab_size:
-        problems.add(
-            "the draft model has another vocabulary than the model",
-            got=f"{draft.vocab_size} ids",
-            choices=[f"{model.vocab_size} ids"],
-            change=change,
-        )
-    if is_head:
-        _check_head(problems, draft, model, change)
-        return
+
+
+def _check_positions(problems: Problems, draft: Any, model: Any, change: str) -> None:
     model_positions, draft_positions = _positions(model), _positions(draft)
     if draft.position_embedding == "learned" != model.position_embedding:
         model_positions = None  # nothing ends the model's rows

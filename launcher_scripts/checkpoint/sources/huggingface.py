@@ -70,6 +70,7 @@ from launcher_scripts.common.tokenizer import BYT5, GENERATION_FILE, OPTIONAL_FI
 from launcher_scripts.config.settings import CHECKPOINT_KEY
 from launcher_scripts.models.draft_heads import EAGLE3, MTP
 from launcher_scripts.models.family import ModelConfig
+from launcher_scripts.models.gpt import GPTConfig
 
 _MAX_LISTED = 5
 _WEIGHTS = re.compile(r"(?!training_args)[^/]+\.(?:safetensors|bin|pth|pt|msgpack|h5|gguf)")
@@ -288,7 +289,8 @@ class HuggingFaceCheckpoint(FullTensors):
         heads = {HEAD, *row.tied.get(HEAD, ())}
         headless = not heads & tensors.keys() and not hints.encoder_only
         has_head = has_separate_head(RawConfig(raw, tensors.keys(), Problems("")), row.ties)
-        _untied(tensors, row.tied, has_head)
+        if head is None:
+            _untied(tensors, row.tied, has_head)
         raw_values = raw | _generation(archive)
         problems = Problems(str(archive.path / CONFIG_NAME))
         values = RawConfig(raw_values, tensors.keys(), problems)
@@ -302,7 +304,8 @@ class HuggingFaceCheckpoint(FullTensors):
         dialects = row.dialects(values)
         try:
             config = row.read(values)
-            config = config if head is None else as_head(config, values, head)
+            if head is not None and isinstance(config, GPTConfig):
+                config = as_head(config, values, head)
         except CheckpointError:
             values.check_keys()
             problems.raise_if_any(CheckpointError)

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
 from launcher_scripts.checkpoint.sources.huggingface_raw import (
     PREDICTING,
@@ -20,7 +22,7 @@ from launcher_scripts.checkpoint.sources.huggingface_raw import (
     RawConfig,
 )
 from launcher_scripts.common.errors import CheckpointError, problem
-from launcher_scripts.models.draft_heads import EAGLE3, MTP
+from launcher_scripts.models.draft_heads import EAGLE3, IDS, MTP
 from launcher_scripts.models.gpt import GPTConfig
 
 Tensors = dict[str, SourceTensor]
@@ -57,7 +59,7 @@ _ONE_LAYER = {"num_hidden_layers": 1, "tie_word_embeddings": True, "architecture
 _EAGLE3_NAMES = {
     "hidden_norm.weight": "draft.hidden_norm.weight",
     "fc.weight": "draft.input.weight",
-    "d2t": "draft.ids",
+    "d2t": IDS,
     "t2d": None,
     "embed_tokens.weight": None,
 }
@@ -76,6 +78,8 @@ def eagle3(tensors: Tensors, raw: Mapping[str, Any]) -> tuple[Tensors, dict[str,
     for name, tensor in tensors.items():
         plain = name.replace("midlayer.", "layers.0.")
         target = _EAGLE3_NAMES.get(plain.removeprefix("layers.0."), plain)
+        if target == IDS:  # below 2 ** 24, so exact
+            tensor = SourceTensor.full(tensor.read().astype(np.float32))
         if target is not None:
             result[target] = tensor
     return result, {**raw, "architectures": None, "tie_word_embeddings": True}
@@ -120,7 +124,7 @@ def prediction_layer(
     return result, {**raw, **_ONE_LAYER, **changes}
 
 
-def as_head(config: Any, raw: RawConfig, kind: str) -> GPTConfig:
+def as_head(config: GPTConfig, raw: RawConfig, kind: str) -> GPTConfig:
     """Return the configuration of a head from the one of its layer."""
     vocabulary = raw.size("draft_vocab_size", default=config.vocab_size) if kind == EAGLE3 else None
     return replace(config, draft_head=kind, draft_vocab_size=vocabulary, tied_embeddings=False)

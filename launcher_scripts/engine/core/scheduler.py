@@ -167,7 +167,7 @@ class Scheduler:
         reads = waiting or self._draft_model
         limits = self._budget.limits(len(running), waiting) if reads else Limits(0, 0)
         drafts, proposals = plan_drafts(
-            running, limits.tokens if self._draft_model else 0, rereads=self._draft_head
+            running, limits.tokens * self._draft_model, self._draft_head
         )
         drafting = [row for row in running if row.draft is not None]
         single = [row for row in running if row.hypotheses is None and row.draft is None]

@@ -294,7 +294,7 @@ class Drafting(NamedTuple):
     proposals: tuple[Proposal, ...] = ()
 
 
-def plan_drafts(rows: Sequence[Row], draft_model_tokens: int, *, rereads: bool = False) -> Drafting:
+def plan_drafts(rows: Sequence[Row], draft_model_tokens: int, rereads: bool = False) -> Drafting:
     """Let each of the rows that wants one have a draft, as far as there is one.
 
     rows: those that get a token in the step

@@ -242,15 +242,6 @@ def open_checkpoints(settings: EngineSettings, *, verify: bool) -> Checkpoints:
     """Both, checked against each other."""
     model = open_checkpoint(settings, verify=verify)
     if settings.draft_checkpoint_dir is None:
-        if getattr(model.config, "draft_head", None) is not None:
-            raise ConfigError(
-                problem(
-                    "a draft head generates no text by itself",
-                    got=str(settings.checkpoint_dir),
-                    change="model_checkpoint_path in config.pbtxt; name the head in "
-                    "draft_model_checkpoint_path",
-                )
-            )
         return Checkpoints(model)
     folder = settings.draft_checkpoint_dir
     draft = FTCheckpoint.open(folder, verify=verify)
@@ -289,6 +280,15 @@ def open_checkpoint(settings: EngineSettings, *, verify: bool) -> FTCheckpoint:
                 f"the engine cannot run the checkpoint in {checkpoint.folder}",
                 got=f"family {family}",
                 choices=FAMILIES,
+            )
+        )
+    if getattr(checkpoint.config, "draft_head", None) is not None:
+        raise ConfigError(
+            problem(
+                "a draft head generates no text by itself",
+                got=str(checkpoint.folder),
+                choices=["a full model, with the head in draft_model_checkpoint_path"],
+                change="model_checkpoint_path in config.pbtxt",
             )
         )
     parallelism = settings.parallelism
