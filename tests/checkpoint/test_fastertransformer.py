@@ -20,6 +20,7 @@ from launcher_scripts.checkpoint.fastertransformer import manifest
 from launcher_scripts.checkpoint.fastertransformer.config_ini import format_config, read_config
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint, FTWriter, shard_files
 from launcher_scripts.checkpoint.fastertransformer.manifest import read_manifest
+from launcher_scripts.checkpoint.formats import source_tensor
 from launcher_scripts.checkpoint.layout.layouts import full_blocks, rank_columns
 from launcher_scripts.common.errors import CheckpointError
 from launcher_scripts.models.gpt import GPTConfig
@@ -79,6 +80,29 @@ def test_the_manifest_says_all(folder: Path) -> None:
         "dtype": "float32",
         "crc32": f"{zlib.crc32(path.read_bytes()):08x}",
     }
+
+
+def test_several_threads_give_the_same_digests_and_copies(tmp_path: Path, monkeypatch) -> None:
+    for module in (manifest, source_tensor):
+        monkeypatch.setattr(module, "PARALLEL_BYTES", 1000)
+        monkeypatch.setattr(module, "memory_threads", lambda: 4)
+    values = np.arange(5003, dtype="<f4").reshape(-1, 1)[:5001]
+    data, path = values.reshape(-1).view(np.uint8).data, tmp_path / "values"
+    path.write_bytes(data)
+    expected = [manifest.hash_file(path), f"{zlib.crc32(data):08x}"]
+    digests = [manifest.new_digest(threads=4), manifest.Crc32()]
+    manifest.add_bytes(digests, path, 0, 1234, 4)
+    manifest.add_bytes(digests, path, 1234, 1 << 20, 4)
+    assert [digest.hexdigest() for digest in digests] == expected
+    assert [manifest.memory_digest(data, name) for name in ("blake3", "crc32")] == expected
+    assert manifest.source_digest(path) == f"blake3:{file_lines(expected[0], path)}"
+    copy = source_tensor.copied(values)
+    assert np.array_equal(copy, values) and not np.shares_memory(copy, values)
+
+
+def file_lines(digest: str, path: Path) -> str:
+    """The digest of the line that b3sum prints of a file."""
+    return manifest.content_digest(f"{digest}  {path.name}\n".encode(), "blake3")
 
 
 def test_the_tools_version_is_the_projects(checkout: Path) -> None:

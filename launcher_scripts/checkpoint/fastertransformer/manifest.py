@@ -224,22 +224,49 @@ def _files_of(folder: Path) -> list[tuple[str, Path]]:
     return [(name.as_posix(), path) for name, path in named if "__pycache__" not in name.parts]
 
 
-def hash_file(path: Path, algorithm: str = ALGORITHM) -> str:
+def new_digest(algorithm: str = ALGORITHM, threads: int = 1) -> Digest:
+    """Begin a digest; threads: that compute BLAKE3's of a large piece together."""
+    if algorithm == "blake3" and threads > 1:
+        parallel: Digest = blake3(max_threads=threads)
+        return parallel
+    return DIGESTS[algorithm]()
+
+
+def stream_threads() -> int:
+    """Return the number of threads for the digest of one file after the other.
+
+    One on few processors: others that write need them, and its pieces stay in the second cache.
+    """
+    threads = memory_threads()
+    return threads if threads > 2 else 1
+
+
+def hash_file(path: Path, algorithm: str = ALGORITHM, threads: int = 1) -> str:
     """The digest of a file, read in pieces."""
-    digest = DIGESTS[algorithm]()
-    add_bytes([digest], path, 0, path.stat().st_size)
+    digest = new_digest(algorithm, threads)
+    add_bytes([digest], path, 0, path.stat().st_size, threads)
     return digest.hexdigest()
 
 
-def add_bytes(digests: Sequence[Digest], path: Path, first: int, last: int) -> None:
-    """Add the bytes [first, last) of a file, as many as it has, which are read once."""
-    piece = memoryview(bytearray(_HASH_CHUNK))
-    with path.open("rb", buffering=0) as file:
+def add_bytes(
+    digests: Sequence[Digest], path: Path, first: int, last: int, threads: int = 1
+) -> None:
+    """Add the bytes [first, last) of a file, as many as it has, which are read once.
+
+    threads: see new_digest; with more than one each of the digests has one of its own, too
+    """
+    size = min(_HASH_CHUNK if threads == 1 else PARALLEL_BYTES, max(last - first, 1))
+    buffer = memoryview(bytearray(size))
+    with path.open("rb", buffering=0) as file, ThreadPoolExecutor(len(digests)) as pool:
         file.seek(first)
-        while size := file.readinto(piece[: last - first]):
+        while size := file.readinto(buffer[: last - first]):
             first += size
-            for digest in digests:
-                digest.update(piece[:size])
+            piece = buffer[:size]
+            if threads == 1:
+                for digest in digests:
+                    digest.update(piece)
+            else:
+                list(pool.map(lambda digest, data=piece: digest.update(data), digests))
 
 
 def size_of(path: Path) -> int:
@@ -254,18 +281,16 @@ def source_digest(path: Path) -> str:
     It is the digest of the lines that b3sum (or sha256sum) prints of the files, by their names.
     """
     files = [(path.name, path)] if path.is_file() else _files_of(path)
+    threads = stream_threads() if len(files) == 1 else 1
     with ThreadPoolExecutor() as pool:
-        result = pool.map(lambda entry: hash_file(entry[1]), files)
+        result = pool.map(lambda entry: hash_file(entry[1], threads=threads), files)
         lines = [f"{digest}  {name}\n" for digest, (name, _) in zip(result, files, strict=True)]
     return f"{ALGORITHM}:{content_digest(''.join(lines).encode(), ALGORITHM)}"
 
 
 def memory_digest(data: memoryview, algorithm: str) -> str:
     """The digest of memory; several threads compute BLAKE3's of much of it."""
-    if algorithm == "blake3" and data.nbytes >= PARALLEL_BYTES:
-        digest: Digest = blake3(max_threads=memory_threads())
-    else:
-        digest = DIGESTS[algorithm]()
+    digest = new_digest(algorithm, memory_threads() if data.nbytes >= PARALLEL_BYTES else 1)
     digest.update(data)
     return digest.hexdigest()
 

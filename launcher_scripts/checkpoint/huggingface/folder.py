@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +29,13 @@ from launcher_scripts.checkpoint.fastertransformer.folder import (
 )
 from launcher_scripts.checkpoint.fastertransformer.manifest import (
     ALGORITHM,
-    DIGESTS,
     HUGGINGFACE_FORMAT,
     Crc32,
     Digest,
     FileEntry,
     add_bytes,
+    new_digest,
+    stream_threads,
     writing,
 )
 from launcher_scripts.checkpoint.formats.archive import Archive
@@ -198,9 +200,13 @@ class ShardDigests:
 
     shard: Shard
     path: Path
-    digests: tuple[Digest, ...] = field(default_factory=lambda: (DIGESTS[ALGORITHM](), Crc32()))
     written: set[int] = field(default_factory=set)
     count: int = 0
+
+    @cached_property
+    def digests(self) -> tuple[Digest, ...]:
+        """Begun with the first tensor: threads do not go along into processes that are forked."""
+        return new_digest(threads=stream_threads()), Crc32()
 
     @property
     def is_complete(self) -> bool:
@@ -215,7 +221,8 @@ class ShardDigests:
         if self.count > start:
             last = tensors[self.count - 1]
             first = tensors[start].offset if start else 0
-            add_bytes(self.digests, self.path, first, last.offset + last.nbytes)
+            end = last.offset + last.nbytes
+            add_bytes(self.digests, self.path, first, end, stream_threads())
 
 
 def json_bytes(value: Mapping[str, Any]) -> bytes:
