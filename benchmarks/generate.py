@@ -149,8 +149,8 @@ def random_weights(
     tp_size, device = parallelism.tp_size, torch.device("cuda", rank)
 
     class DeviceLoader(engine_family(config).loader):
-        def _table(self, name: str) -> torch.Tensor:
-            rows = config.local_size("vocab_size", tp_size)
+        def _table(self, name: str, size: str = "vocab_size") -> torch.Tensor:
+            rows = config.local_size(size, tp_size)
             whole = self._specs[name].shape_on(config, 1)
             return self._random((rows, *whole[1:]), torch.bfloat16)
 

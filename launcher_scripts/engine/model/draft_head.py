@@ -134,11 +134,13 @@ class DraftHead(Network):
         if weights.draft is None:
             raise ValueError("the weights are not of a draft head")
         self._draft = weights.draft
+        self._previous: Tensor
         self._outputs = torch.zeros(slots + 1, self.config.hidden_size, device=device)
         self.features: Features | None = None  # set when the model's network is there
 
     def prefill(self, prompts: PromptBatch, decoding: tuple[Tensor, Rows] | None = None) -> Tensor:
         """See Network."""
+        self._previous = (prompts.slots - 1).clamp(min=0)  # cache tokens before the new ones
         hidden = super().prefill(prompts, decoding)
         self._outputs.index_copy_(0, prompts.finished, hidden[prompts.last].float())
         return hidden
@@ -172,7 +174,7 @@ class DraftHead(Network):
         if isinstance(context, DecodeContext):
             features = self._outputs[context.rows]
         else:
-            features = self.features.tokens[(context.slots - 1).clamp(min=0)]
+            features = self.features.tokens[self._previous]
         self.cache.ids[context.slots] = ids
         x = self._entered(self.stack.embed(ids, positions, rows), features)
         for sublayer in self.stack.sublayers:
