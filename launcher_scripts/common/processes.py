@@ -34,6 +34,7 @@ _LIBC.signal.restype = ctypes.c_void_p
 _SIGNAL_HANDLER = ctypes.CFUNCTYPE(None, ctypes.c_int)
 
 BPF_RETURN = 0x06  # opcode of a classic BPF program's return
+PARENT_POLL_SECONDS = 1.0
 
 
 class _BpfInstruction(ctypes.Structure):
@@ -427,3 +428,17 @@ def _raised(kind: int, limit: int) -> tuple[int, int]:
     if soft == resource.RLIM_INFINITY:
         return (limit if kind == resource.RLIMIT_STACK else soft), hard
     return max(soft, limit), hard
+
+
+def watch_parent(server: int) -> None:
+    """Kill this process's parent once `server` is no more the parent of that."""
+    model = os.getppid()
+    with contextlib.suppress(OSError):  # it has ended by itself
+        while process_stat(model).parent == server:
+            time.sleep(PARENT_POLL_SECONDS)
+        if os.getppid() == model:
+            os.kill(model, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    watch_parent(int(sys.argv[1]))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from launcher_scripts.backends.fastertransformer.server import ServerWatch, started_by
-from tests.processes import wait_for
+from tests.processes import command_line, wait_for
 
 SERVER = """
 import subprocess, sys
@@ -61,6 +61,8 @@ def test_a_killed_server_takes_its_models_along(checkout: Path, killed: str) -> 
 def test_a_watch_that_is_closed_has_ended() -> None:
     watch = ServerWatch()
     assert _lives(watch.pid)
+    # One of the shared floor, which imports no torch: that would take seconds of every model.
+    wait_for(lambda: "launcher_scripts.common." in command_line(watch.pid))
     watch.close()
     assert not _lives(watch.pid)
 

@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from math import inf
@@ -22,13 +21,13 @@ from typing import Any
 
 import torch
 
+from launcher_scripts.common import processes
 from launcher_scripts.common.errors import ConfigError, Problems, ServerError, problem
 from launcher_scripts.common.files import atomic_write
 from launcher_scripts.common.hosts import ATTEMPT_VARIABLE, INTERFACE_VARIABLE, find_node_rank
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.common.processes import (
     process_name,
-    process_stat,
     signal_when_parent_dies,
     this_environment,
     this_python,
@@ -325,9 +324,6 @@ def versions() -> dict[str, str]:
     return result
 
 
-PARENT_POLL_SECONDS = 1.0
-
-
 def started_by(words: Sequence[bytes]) -> int:
     """The server's process id, by the stub's command line: its parent may have gone before now.
 
@@ -346,7 +342,7 @@ class ServerWatch:
     def __init__(self) -> None:
         server = started_by(Path("/proc/self/cmdline").read_bytes().split(b"\0"))
         self._process = subprocess.Popen(
-            [this_python(), "-m", __name__, str(server)],
+            [this_python(), "-m", processes.__name__, str(server)],
             env=this_environment(),
             stdin=subprocess.DEVNULL,
             preexec_fn=partial(signal_when_parent_dies, signal.SIGKILL),
@@ -359,17 +355,3 @@ class ServerWatch:
     def close(self) -> None:
         self._process.kill()
         self._process.wait()
-
-
-def watch_parent(server: int) -> None:
-    """Kill this process's parent once `server` is no more the parent of that."""
-    model = os.getppid()
-    with suppress(OSError):  # it has ended by itself
-        while process_stat(model).parent == server:
-            time.sleep(PARENT_POLL_SECONDS)
-        if os.getppid() == model:
-            os.kill(model, signal.SIGKILL)
-
-
-if __name__ == "__main__":
-    watch_parent(int(sys.argv[1]))
