@@ -96,7 +96,6 @@ class Watch(Stage):
                 got=list(launch.stages),
                 change="'stages=[watch]'",
             )
-        checks.exists("the training's folder", self.settings.training_dir, "watch.training_dir")
         checks.paths("the watch's {}", self.settings, "watch")
         for kind in (Export, Deploy, Evaluate):
             with checks.problems.collecting():

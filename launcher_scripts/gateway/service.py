@@ -187,6 +187,7 @@ def serve_gateway_settings(settings: GatewaySettings) -> None:
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(name)s %(message)s"
     )
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # a line per look at a server's metrics
     with _listening(settings) as opened:
         uvloop.run(_serve(settings, keys, opened))
 

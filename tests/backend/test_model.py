@@ -20,7 +20,7 @@ from launcher_scripts.backends.fastertransformer.server import MAX_WAITING_VARIA
 from launcher_scripts.backends.fastertransformer.waiting_rows import idle_seconds
 from launcher_scripts.backends.text_channel import FORWARDED
 from launcher_scripts.checkpoint.huggingface import export as huggingface_export
-from launcher_scripts.common.errors import ConfigError
+from launcher_scripts.common.errors import CheckpointError, ConfigError
 from launcher_scripts.common.files import DigestChain
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.contract.contracts import served_contract
@@ -665,6 +665,21 @@ def test_files_that_a_refit_cannot_read_are_answered_and_the_next_one_is_served(
     assert served == []
     assert answered(refits.path, framed({"__metadata__": {}})) == {"version": 1}
     assert not [*refits.path.parent.rglob("*.safetensors")]
+
+
+@pytest.mark.usefixtures("backend")
+def test_a_path_that_is_no_export_is_refused_by_what_it_is(tmp_path: Path) -> None:
+    operations = importlib.import_module("launcher_scripts.backends.fastertransformer.operations")
+    (tmp_path / "trained").mkdir()
+    (tmp_path / "trained" / "config.json").write_text("{}")
+    (tmp_path / "empty").mkdir()
+    for name, says in (
+        ("absent", "a path that this node does not have"),
+        ("trained", "a transformers folder, which POST /admin/refit takes"),
+        ("empty", "nothing of the kind"),
+    ):
+        with pytest.raises(CheckpointError, match=f"is not an export of model gpt.*{says}"):
+            operations.export_folder(tmp_path / name, "gpt")
 
 
 def framed(header: object) -> bytes:

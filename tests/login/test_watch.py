@@ -78,7 +78,10 @@ def test_on_slurm_the_next_look_waits_for_this_one(
     ("override", "says"),
     [
         ("stages=[export,watch]", "a watch starts the other stages itself"),
-        ("watch.training_dir=/missing", r"the training's folder is not there.*watch\.training_dir"),
+        (
+            "watch.training_dir=/missing",
+            r"the watch's training_dir is not there.*watch\.training_dir",
+        ),
         ("evaluate.stop_server=False", r"evaluate\.stop_server=True"),
         ("evaluate.policy=null", r"a watch needs verdicts.*evaluate\.policy"),
         ("evaluate.ladder=[fp32]", r"evaluate\.ladder=null"),

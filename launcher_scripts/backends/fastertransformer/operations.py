@@ -188,10 +188,12 @@ def export_folder(path: Path, model: str) -> Path:
     named = [item for item in models if item.name == model] or models
     if len(named) != 1:
         message = f"{path} is not an export of model {model}: a model repository or its shards"
-        names = [item.name for item in models]
-        raise CheckpointError(
-            problem(message, got=names or "nothing of the kind", change="the path")
-        )
+        got: Any = [item.name for item in models] or "nothing of the kind"
+        if not path.exists():
+            got = "a path that this node does not have"
+        elif not models and (path / CONFIG_NAME).is_file():
+            got = "a transformers folder, which POST /admin/refit takes, or stages=[export] exports"
+        raise CheckpointError(problem(message, got=got, change="the path"))
     return named[0].checkpoint_dir
 
 
