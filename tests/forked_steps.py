@@ -20,6 +20,7 @@ STEPS = "launcher_scripts.steps"
 FORKSERVER = multiprocessing.get_context("forkserver")
 FORKSERVER.set_forkserver_preload(
     [
+        "httpx",
         "launcher_scripts.engine.ranks.worker",
         "launcher_scripts.engine.runner.loading",
         "launcher_scripts.engine.distributed.communicator",
