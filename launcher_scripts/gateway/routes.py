@@ -206,9 +206,11 @@ class WeightsAdmin:
 
     async def refit_socket(self, request: Request) -> Response:
         """POST /admin/refit_socket: the path of a socket on every server of the model, to which
-        tensors may be sent by name."""
-        body = await self._body(request, ModelBody)
-        return await self._on_all(body.model, {"operation": "refit_socket"}, "no_socket")
+        tensors may be sent by name. The query or the body, which may be absent, has the model."""
+        headers, name = request.headers, self._named(request)
+        if headers.get("content-length", "0") != "0" or "transfer-encoding" in headers:
+            name = (await self._body(request, ModelBody)).model or name
+        return await self._on_all(name, {"operation": "refit_socket"}, "no_socket")
 
     async def sleep(self, request: Request) -> Response:
         """POST /sleep: every server of the model gives its device's memory back until /wake_up.

@@ -101,6 +101,17 @@ def test_a_refit_reaches_every_server():
     assert post(admin_client(*backends), {"version": "x"}, path="/admin/refit").status_code == 400
 
 
+@pytest.mark.parametrize("body", [b"", b'{"model": "tiny"}'])
+def test_a_socket_needs_no_body(body):
+    backend = FakeBackend(reply={"socket": "/dev/shm/socket"})
+    headers = {"Authorization": "Bearer sk-alice-0123"}
+    client = admin_client(backend)
+    answer = client.post("/admin/refit_socket", content=body, headers=headers)
+    assert answer.json()["servers"][0]["socket"] == "/dev/shm/socket"
+    assert backend.operations == [{"operation": "refit_socket"}]
+    assert client.post("/admin/refit_socket?model=other", headers=headers).status_code == 404
+
+
 def test_a_model_that_sleeps_is_said_to_and_can_be_woken():
     backend = FakeBackend(sleeping=True)
     replicas = [Replica("node0:8001", {"tiny": backend}, healthy=True)]
