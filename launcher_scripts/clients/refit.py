@@ -93,8 +93,12 @@ class RefitClient:
         return self._exchange(entries, ())
 
     def send_file(self, path: Path, version: str = "", mode: str = "mixed") -> dict[str, Any]:
-        """Serve the tensors of a safetensors file; see `send`."""
-        with path.open("rb") as file:
+        """Serve the tensors of a safetensors file; see `send`. Raises ConfigError for another."""
+        try:
+            opened = path.open("rb")
+        except OSError as error:
+            raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+        with opened as file:
             entries = _header_of(file)
             entries["__metadata__"] = _metadata(version, mode, 30.0)
             start = file.tell()
@@ -140,7 +144,8 @@ def _header_of(file: BinaryIO) -> dict[str, Any]:
         (length,) = LENGTH.unpack(file.read(LENGTH.size))
         entries = json.loads(file.read(length))
     except (struct.error, ValueError, MemoryError, OverflowError) as error:
-        raise ConfigError(f"{file.name} is no safetensors file: {error}") from error
+        reason = str(error) or "its first bytes are no length of a header"
+        raise ConfigError(f"{file.name} is no safetensors file: {reason}") from error
     if not isinstance(entries, dict):
         raise ConfigError(f"{file.name} is no safetensors file")
     return entries

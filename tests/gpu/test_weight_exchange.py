@@ -79,6 +79,7 @@ def test_an_engine_wakes_up_when_there_is_memory(tmp_path: Path):
     exports(tmp_path, MODERN)
     engine = load_engine(tmp_path / "first", MODERN, {}, 1, 1, device="cuda", max_tokens=1 << 21)
     expected = context_logits(engine, IDS)
+    ids = engine.submit(GenerateRequest(IDS, 40)).result(60).output_ids  # by recorded steps
     swaps = WeightSwaps(engine)
     swaps.sleep()
     free, _ = torch.cuda.mem_get_info()
@@ -88,6 +89,9 @@ def test_an_engine_wakes_up_when_there_is_memory(tmp_path: Path):
     assert swaps.sleeping
     del training
     torch.cuda.empty_cache()
-    swaps.wake()
-    assert torch.equal(context_logits(engine, IDS), expected)
+    for _ in range(2):
+        swaps.wake()
+        assert torch.equal(context_logits(engine, IDS), expected)
+        assert engine.submit(GenerateRequest(IDS, 40)).result(60).output_ids == ids
+        swaps.sleep()
     engine.close()

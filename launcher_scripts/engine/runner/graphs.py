@@ -147,6 +147,8 @@ class GraphCache:
             if recorded.graph is not None:
                 recorded.graph.reset()
         self._recorded.clear()
+        # A pool that no graph has any more cannot get another one.
+        self._pool = torch.cuda.graph_pool_handle()
 
 
 LOAD_SECONDS = 0.5  # that loading is prolonged by; what is left comes when nothing else is to do
