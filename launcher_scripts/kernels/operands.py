@@ -36,12 +36,14 @@ class Norm:
 class HeadNorms:
     """Norms of every head's queries and keys, float32 [head_size].
 
-    joint: of all heads of a token together, [heads * head_size]; over all ranks' heads
+    joint:  of all heads of a token together, [heads * head_size]; over all ranks' heads
+    scales: float32 [q + k + v], what the normalized heads are multiplied by, each by its own
     """
 
     query: Norm
     key: Norm
     joint: bool = False
+    scales: Tensor | None = None
 
     def before_rope(self) -> tuple[HeadNorms, Tensor]:
         """Norms without weights before the rotary embedding, and a factor of the queries after it

@@ -43,7 +43,8 @@ def norm_heads(
         norm(part.reshape(-1, len(weights.weight)).contiguous(), weights, qkv.dtype).view_as(part)
         for part, weights in ((query, norms.query), (key, norms.key))
     )
-    return torch.cat((query, key, value), 1).flatten(1)
+    result = torch.cat((query, key, value), 1).flatten(1)
+    return result if norms.scales is None else (result * norms.scales).to(qkv.dtype)
 
 
 def norm_values(

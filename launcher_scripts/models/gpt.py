@@ -24,6 +24,7 @@ SCORE_FUNCTIONS = ("softmax", "sigmoid", "sparsemixer")
 NORM_PLACEMENTS = ("pre", "post", "sandwich", "branch")
 ROTARY_SCALINGS = ("llama3", "factors", "longrope", "dynamic")
 
+_CLIP = "attention_clip"
 _LONG = ("rotary_factors", "rotary_long_factors", "rotary_original_positions")
 _NEEDED_OF_SCALING = {
     "llama3": (
@@ -57,7 +58,8 @@ class GPTConfig(StreamSizes, AdapterSizes, MixerSizes, DraftHeadSizes):
     and values, and of the output projection unless attention_dense_bias says otherwise. With
     qk_norm the heads' queries and keys are normalized before they turn, by a norm of the model's
     kind over head_size; with joint_qk_norm, over all heads of a token together; with
-    qk_norm_after_rope, after they turn. Layers that qk_norm_layers does not name have none.
+    qk_norm_after_rope, after they turn; with qk_norm_per_head by weights of each head. Layers that
+    qk_norm_layers does not name have none. attention_clip bounds queries, keys and values first.
     "xielu" has parameters of its own in every layer.
 
     norm_placement "sandwich" normalizes a branch's input and its output, "branch" its output alone.
@@ -146,6 +148,7 @@ class GPTConfig(StreamSizes, AdapterSizes, MixerSizes, DraftHeadSizes):
     qk_norm: bool | None = None
     joint_qk_norm: bool | None = None
     qk_norm_after_rope: bool | None = None
+    qk_norm_per_head: bool | None = None
     qk_norm_layers: str | None = None
     mlp_bias: bool = True
     parallel_residual: bool | None = None
@@ -157,6 +160,7 @@ class GPTConfig(StreamSizes, AdapterSizes, MixerSizes, DraftHeadSizes):
     logits_scale: float | None = None
     logits_bias: bool | None = None
     attention_softcap: float | None = None
+    attention_clip: float | None = None
     attention_sinks: bool | None = None
     attention_output_gate: bool | None = None
     sink_layers: str | None = None
@@ -225,6 +229,8 @@ class GPTConfig(StreamSizes, AdapterSizes, MixerSizes, DraftHeadSizes):
         self.check_draft_head(problems)
         if self.joint_qk_norm and not (self.qk_norm and self.normalization == "rmsnorm"):
             problems.add("joint_qk_norm needs qk_norm and rmsnorm", got=self.normalization)
+        if self.qk_norm_per_head and (self.joint_qk_norm or self.qk_norm_after_rope):
+            problems.add("qk_norm_per_head excludes joint_qk_norm and qk_norm_after_rope")
         if self.activation == "clamped_swiglu" and not self.gated:
             problems.add("activation clamped_swiglu needs gated", got=self.gated, choices=(True,))
         self.check_divides(problems, "num_kv_heads", "num_heads")
@@ -241,9 +247,9 @@ class GPTConfig(StreamSizes, AdapterSizes, MixerSizes, DraftHeadSizes):
             if not getattr(self, name):
                 problems.add(f"rotary_scaling {self.rotary_scaling} needs {name}")
         low, high = self.rotary_low_frequency_factor, self.rotary_high_frequency_factor
-        if low and high and low >= high:
+        if low and high and low > high:
             problems.add(
-                "rotary_low_frequency_factor must be below rotary_high_frequency_factor",
+                "rotary_low_frequency_factor must be at most rotary_high_frequency_factor",
                 got=(low, high),
             )
         for name in ("rotary_factors", "rotary_long_factors"):
@@ -364,7 +370,7 @@ class GPTConfig(StreamSizes, AdapterSizes, MixerSizes, DraftHeadSizes):
                 got=self.num_kv_heads,
                 choices=(self.num_heads,),
             )
-        for name in ("qk_norm", "value_norm", "attention_sinks", "attention_softcap"):
+        for name in ("qk_norm", "value_norm", "attention_sinks", "attention_softcap", _CLIP):
             if getattr(self, name):
                 problems.add(f"{name} of latent attention is not supported")
         if self.parts.ia3_num_tasks:

@@ -142,7 +142,15 @@ PHI = LLAMA_ONE_NORM | {
     "layers.*.mlp.dense_h_to_4h": Source(("layers.*.mlp.fc1",), "transposed"),
     "layers.*.mlp.dense_4h_to_h": Source(("layers.*.mlp.fc2",), "transposed"),
 }
-COHERE = LLAMA_ONE_NORM | _NO_NORM_BIASES | INTERLEAVED
+_HEAD_NORMS = {f"layers.*.attention.{part}_norm.weight": part[0] for part in ("query", "key")}
+STABLELM, _INTERLEAVED_NORMS = (
+    {
+        name: Source((f"layers.*.self_attn.{letter}_norm.weight",), layout)
+        for name, letter in _HEAD_NORMS.items()
+    }
+    for layout in ("heads_in_a_row", "interleaved_heads_in_a_row")
+)
+COHERE = LLAMA_ONE_NORM | _NO_NORM_BIASES | INTERLEAVED | _INTERLEAVED_NORMS
 STARCODER2 = {
     "layers.*.mlp.dense_h_to_4h": Source(("layers.*.mlp.c_fc",), "transposed"),
     "layers.*.mlp.dense_4h_to_h": Source(("layers.*.mlp.c_proj",), "transposed"),
@@ -162,8 +170,7 @@ HUNYUAN = {
     "layers.*.attention.key_norm": Source(("layers.*.self_attn.key_layernorm",)),
 }
 _ATTENTION_SINKS = {"layers.*.attention.sinks": Source(("layers.*.self_attn.sinks",))}
-_HEAD_NORMS = ("layers.*.attention.query_norm", "layers.*.attention.key_norm")
-_HEAD_ONES = {f"{norm}.weight": Source((), "ones_of_head") for norm in _HEAD_NORMS}
+_HEAD_ONES = dict.fromkeys(_HEAD_NORMS, Source((), "ones_of_head"))
 NANOCHAT = {
     **{f"{norm}.weight": Source((), "ones") for norm in (*_NORMS, "pre_decoder_layernorm")},
     **_HEAD_ONES,
@@ -175,31 +182,26 @@ NANOCHAT = {
 }
 
 
-def _gated(mlp: str, source_mlp: str) -> dict[str, Source]:
+def _gated(
+    mlp: str,
+    source_mlp: str,
+    module: str = "mlp",
+    keys: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj"),
+) -> dict[str, Source]:
     """One of a layer's MLPs, by its name there and here."""
-    names = {
-        "dense_h_to_4h": "gate_proj",
-        "dense_h_to_4h_2": "up_proj",
-        "dense_4h_to_h": "down_proj",
-    }
+    names = ("dense_h_to_4h", "dense_h_to_4h_2", "dense_4h_to_h")
     return {
-        f"layers.*.mlp.{mlp}.{name}": Source((f"layers.*.mlp.{source_mlp}.{key}",), "transposed")
-        for name, key in names.items()
+        f"layers.*.mlp.{mlp}.{name}": Source(
+            (f"layers.*.{module}.{source_mlp}.{key}",), "transposed"
+        )
+        for name, key in zip(names, keys, strict=True)
     }
 
 
 # Layers of experts; # stands for an expert's number.
 MIXTRAL = {
     "layers.*.mlp.router": Source(("layers.*.block_sparse_moe.gate",), "transposed"),
-    "layers.*.mlp.experts.#.dense_h_to_4h": Source(
-        ("layers.*.block_sparse_moe.experts.#.w1",), "transposed"
-    ),
-    "layers.*.mlp.experts.#.dense_h_to_4h_2": Source(
-        ("layers.*.block_sparse_moe.experts.#.w3",), "transposed"
-    ),
-    "layers.*.mlp.experts.#.dense_4h_to_h": Source(
-        ("layers.*.block_sparse_moe.experts.#.w2",), "transposed"
-    ),
+    **_gated("experts.#", "experts.#", "block_sparse_moe", ("w1", "w3", "w2")),
 }
 GPT_OSS = _ATTENTION_SINKS | {
     "layers.*.mlp.router": Source(("layers.*.mlp.router",), "transposed"),
@@ -223,8 +225,6 @@ GRANITEMOE_IN_MEMORY = GRANITEMOE | {
 MINIMAX_M2 = MIXTRAL | {
     EXPERT_BIAS: Source(("layers.*.block_sparse_moe.e_score_correction_bias",), "summands"),
 }
-
-
 QWEN_MOE = {
     "layers.*.mlp.router": Source(("layers.*.mlp.gate",), "transposed"),
     "layers.*.mlp.shared_expert_gate": Source(("layers.*.mlp.shared_expert_gate",), "transposed"),
@@ -390,9 +390,8 @@ OPT_PROJECTED = {
 }
 # OPT and XGLM always have an output table, which is their own only here.
 _UNTIED = {"lm_head.weight": Source(("lm_head.weight",))}
-OPT_PROJECTED_UNTIED = {
-    "lm_head.weight": Source(("lm_head.weight", _PROJECT_OUT), "projected_out"),
-}
+_PROJECTED = ("lm_head.weight", _PROJECT_OUT)
+OPT_PROJECTED_UNTIED = {"lm_head.weight": Source(_PROJECTED, "projected_out")}
 
 
 def _xglm() -> dict[str, Source]:
@@ -419,7 +418,8 @@ DIALECTS: dict[str, dict[str, Source]] = {
     "xglm_scaled": {"wte": Source(("embed_tokens.weight",), "scaled_by_root_hidden")},
     "xglm_untied": _UNTIED,
     "llama": LLAMA,
-    "llama_one_norm": LLAMA_ONE_NORM,
+    "stablelm": STABLELM,
+    "stablelm_one_norm": LLAMA_ONE_NORM,
     "branch_norms": BRANCH_NORMS,
     "gemma2": GEMMA2,
     "vaultgemma": VAULTGEMMA,

@@ -94,7 +94,7 @@ def _attention(config: GPTConfig) -> list[WeightSpec]:
     norms = {"query": "q_size", "key": "kv_size"} if config.qk_norm else {}
     for part, size in norms.items():
         name = f"layers.*.attention.{part}_norm"
-        if config.joint_qk_norm:
+        if config.joint_qk_norm or config.qk_norm_per_head:
             parallel = Partition.COLUMN_PARALLEL
             specs.append(_spec(f"{name}.weight", (size,), parallel, blocks=(size,)))
         else:

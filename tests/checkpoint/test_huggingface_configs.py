@@ -1,17 +1,22 @@
 """config.json files, as transformers 4 and 5 write them, read as hyperparameters."""
 
+import copy
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
 
 from launcher_scripts.checkpoint.fastertransformer import config_ini
 from launcher_scripts.checkpoint.sources import huggingface_configs as configs
 from launcher_scripts.checkpoint.sources import huggingface_decoders as decoders
 from launcher_scripts.checkpoint.sources import huggingface_gemma as gemma
-from launcher_scripts.checkpoint.sources.huggingface_architectures import architecture
+from launcher_scripts.checkpoint.sources.huggingface_architectures import architecture, described
 from launcher_scripts.checkpoint.sources.huggingface_raw import RawConfig
 from launcher_scripts.common.errors import CheckpointError, Problems
+from launcher_scripts.engine.model import rotary
 from tests.checkpoint import tiny_models
 
 T5_KEYS = ("shared.weight", "decoder.block.0.layer.0.SelfAttention.q.weight")
@@ -106,7 +111,7 @@ def test_every_missing_size_is_reported_at_once() -> None:
 def test_exaone4_s_layers_without_a_window_do_not_turn(pattern: int | str, full: str) -> None:
     sizes = {"vocab_size": 67, "intermediate_size": 8, "max_position_embeddings": 32}
     said = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 6, **sizes}
-    config = decoders.exaone4(raw({**said, "sliding_window": 4, "sliding_window_pattern": pattern}))
+    config = gemma.exaone4(raw({**said, "sliding_window": 4, "sliding_window_pattern": pattern}))
     assert config.unrotated_layers == full
     windowed = full.count(",") < 5
     assert config.full_attention_layers == (full if windowed else None)
@@ -161,7 +166,6 @@ def test_a_gemma_s_heads_are_wide_where_it_does_not_say_how(read: Any) -> None:
             "attention_types",
         ),
         (decoders.phi, {"qk_layernorm": True}, "qk_layernorm"),
-        (decoders.cohere, {"use_qk_norm": True, "eos_token_id": 2}, "use_qk_norm"),
         (decoders.cohere2, {"eos_token_id": 2, "rotary_pct": 0.5}, "rotary_pct"),
         (
             decoders.smollm3,
@@ -169,12 +173,11 @@ def test_a_gemma_s_heads_are_wide_where_it_does_not_say_how(read: Any) -> None:
             "no_rope_layers",
         ),
         (
-            decoders.exaone4,
+            gemma.exaone4,
             {"bos_token_id": 1, "sliding_window": 4, "sliding_window_pattern": "LLX"},
             "sliding_window_pattern",
         ),
         (configs.codegen, {"n_head": 6}, "n_head"),
-        (configs.mpt, {"attn_config": {"clip_qkv": 6.0}}, "clip_qkv"),
         (configs.mpt, {"attn_config": {"alibi": False}}, "alibi"),
         (configs.mpt, {"no_bias": False}, "no_bias"),
     ],
@@ -219,7 +222,8 @@ def test_agm_attention_scale() -> None:
 
 def test_unknown_model_types_are_answered_with_the_known_ones() -> None:
     with pytest.raises(
-        CheckpointError, match="got 'rwkv'; choices: afmoe, agm, apertus, arcee, bamba, bart, bloom"
+        CheckpointError,
+        match="got 'rwkv'; choices: afmoe, agm, apertus, arcee, aya_vision, bamba, bart",
     ):
         architecture({"model_type": "rwkv"}, Path("config.json"))
 
@@ -300,3 +304,80 @@ def test_scalings_without_their_numbers_are_refused() -> None:
     found = raw({**LLAMA, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}})
     with pytest.raises(CheckpointError, match="llama3 needs rotary_low_frequency_factor"):
         checked(decoders.llama, found)
+
+
+def _published_mimo(said: dict[str, Any]) -> dict[str, Any]:
+    turns = said.pop("rope_parameters")
+    kinds, mlps = said.pop("layer_types"), said.pop("mlp_layer_types")
+    window, groups = said.pop("sliding_window") - 1, said["num_key_value_heads"]
+    return said | {
+        "hybrid_layer_pattern": [int(kind == "sliding_attention") for kind in kinds],
+        "moe_layer_freq": [int(kind == "sparse") for kind in mlps],
+        "layernorm_epsilon": said.pop("rms_norm_eps"),
+        "sliding_window": window,
+        "sliding_window_size": window,
+        "rope_theta": turns["full_attention"]["rope_theta"],
+        "swa_rope_theta": turns["sliding_attention"]["rope_theta"],
+        "partial_rotary_factor": 0.334,
+        "swa_num_key_value_heads": 2 * groups,
+        "swa_num_attention_heads": said["num_attention_heads"],
+        "swa_head_dim": said["head_dim"],
+        "swa_v_head_dim": said["v_head_dim"],
+        "add_swa_attention_sink_bias": True,
+        "add_full_attention_sink_bias": False,
+        "attention_chunk_size": 128,
+        "routed_scaling_factor": None,
+    }
+
+
+def _published_lfm2(said: dict[str, Any]) -> dict[str, Any]:
+    return said | {"block_ff_dim": said.pop("intermediate_size")}
+
+
+SPELLINGS: dict[str, Any] = {
+    "mimo_v2_flash": _published_mimo,
+    "lfm2": _published_lfm2,
+    "deepseek_v3": lambda said: said | {"model_type": "kimi_k2"},
+}
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_a_maker_s_own_keys_say_what_those_of_transformers_do(name: str) -> None:
+    if name == "lfm2":
+        plain = {**tiny_models.LLAMA, "model_type": "lfm2", "layer_types": ["conv"] * 2}
+    else:
+        kind, values = tiny_models.LLAMAS[name]
+        made = getattr(transformers, f"{kind}Config")(**{**tiny_models.LLAMA, **values})
+        plain = json.loads(made.to_json_string(use_diff=False))
+    configs_read = []
+    for said in (plain, SPELLINGS[name](copy.deepcopy(plain))):
+        full = described(said)
+        values_read = RawConfig(full, (), Problems("config.json"))
+        configs_read.append(architecture(full, Path("config.json")).read(values_read))
+        values_read.unused("rope_interleave")  # the names of its tensors say it
+        values_read.check_keys()
+        assert values_read.problems.messages == []
+    assert configs_read[0] == configs_read[1]
+
+
+def test_marks_of_layers_that_contradict_their_kinds_are_refused() -> None:
+    kinds = ["full_attention", "sliding_attention"]
+    said = {**tiny_models.LLAMA, "model_type": "mimo_v2_flash", "layer_types": kinds}
+    full = described(said | {"hybrid_layer_pattern": [0, 0]})
+    values = RawConfig(full, (), Problems("config.json"))
+    values.check_keys()
+    assert any("hybrid_layer_pattern is not known" in text for text in values.problems.messages)
+
+
+def test_positions_behind_the_first_chunk_of_dual_attention_are_left_out() -> None:
+    chunks = {"chunk_size": 24, "local_size": 4, "original_max_position_embeddings": 24}
+    said = {**tiny_models.LLAMA, "model_type": "qwen2", "dual_chunk_attention_config": chunks}
+    values = RawConfig(said, (), Problems("config.json"))
+    assert decoders.qwen2(values).max_positions == 20
+    assert "of 32 positions the first 20 are served" in values.notes[0]
+
+
+def test_a_llama_4_may_turn_without_a_band_between_slow_and_fast() -> None:
+    """Scout's low_freq_factor and high_freq_factor are both 1."""
+    turns = rotary._llama3(torch.tensor([1.0, 0.01]), 16.0, 64, 1.0, 1.0)
+    assert turns.tolist() == pytest.approx([1.0, 0.01 / 16])

@@ -61,13 +61,18 @@ SHORT = {
     "linear_key_head_dim": 6,
     "linear_value_head_dim": 10,
 }
-EXPERTS = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 12,
-    "shared_expert_intermediate_size": 20,
-}
+FEW = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+EXPERTS = {**FEW, "shared_expert_intermediate_size": 20}
 QWEN2 = {**TEXT, "num_attention_heads": 2, "rope_parameters": MROPE}
+TWO_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2}
+HALF = {"rope_type": "default", "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 0]}
+GLM = {**TEXT, **TWO_HEADS, "rope_parameters": {**HALF, "rope_theta": 5000.0}}
+SIGLIP = {**VISION, "model_type": "siglip_vision_model"}
+CLIP = {**VISION, "model_type": "clip_vision_model", "projection_dim": 16}
+COHERE = {**TEXT, "model_type": "cohere2", "head_dim": 4, "sliding_window": 4}
+SOUND = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+SOUND |= {"intermediate_size": 64, "d_model": 16, "encoder_layers": 1, "encoder_ffn_dim": 24}
+SOUND |= {"encoder_attention_heads": 2}
 MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "gemma3": ("Gemma3", "Gemma3ForConditionalGeneration", {**WIDE, "sliding_window": 4}, VISION),
     "gemma4": (
@@ -93,6 +98,63 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         "InternVLForConditionalGeneration",
         {**LLAMA, "model_type": "qwen2"},
         {**VISION, "image_size": [16, 16], "patch_size": [8, 8]},
+    ),
+    "aya_vision": ("AyaVision", "AyaVisionForConditionalGeneration", COHERE, SIGLIP),
+    "cohere2_vision": ("Cohere2Vision", "Cohere2VisionForConditionalGeneration", COHERE, SIGLIP),
+    "glm4v": ("Glm4v", "Glm4vForConditionalGeneration", GLM, {**QWEN_VISION, "image_size": 16}),
+    "glm4v_moe": (
+        "Glm4vMoe",
+        "Glm4vMoeForConditionalGeneration",
+        {**GLM, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12},
+        {**QWEN_VISION, "image_size": 16},
+    ),
+    "lighton_ocr": (
+        "LightOnOcr",
+        "LightOnOcrForConditionalGeneration",
+        {**TEXT, "model_type": "qwen3"},
+        {**VISION, "model_type": "pixtral", "head_dim": 8},
+    ),
+    "llava": (
+        "Llava",
+        "LlavaForConditionalGeneration",
+        {**TEXT, "model_type": "llama"},
+        CLIP,
+    ),
+    "llava_next": (
+        "LlavaNext",
+        "LlavaNextForConditionalGeneration",
+        {**TEXT, "model_type": "mistral"},
+        CLIP,
+    ),
+    "llava_onevision": (
+        "LlavaOnevision",
+        "LlavaOnevisionForConditionalGeneration",
+        {**TEXT, "model_type": "qwen2"},
+        SIGLIP,
+    ),
+    "qwen2_audio": (
+        "Qwen2Audio",
+        "Qwen2AudioForConditionalGeneration",
+        {**TEXT, "model_type": "qwen2"},
+        SOUND,
+    ),
+    "qwen3_vl_moe": (
+        "Qwen3VLMoe",
+        "Qwen3VLMoeForConditionalGeneration",
+        {**WIDE, **FEW, "rope_parameters": {**MROPE, "mrope_interleaved": True}},
+        QWEN_VISION,
+    ),
+    "smolvlm": (
+        "SmolVLM",
+        "SmolVLMForConditionalGeneration",
+        {**TEXT, "model_type": "llama"},
+        VISION,
+    ),
+    "voxtral": (
+        "Voxtral",
+        "VoxtralForConditionalGeneration",
+        {**TEXT, "model_type": "llama"},
+        SOUND,
     ),
     "llama4": (
         "Llama4",
@@ -152,13 +214,16 @@ def make(name: str) -> Any:
     torch.manual_seed(5)
     kind, model, text, vision = MODELS[name]
     special = SPECIAL if name.startswith("qwen") else {}
+    more = {"audio_config" if vision is SOUND else "vision_config": vision, **special}
     config = getattr(transformers, f"{kind}Config")(
-        text_config=text, vision_config=vision, tie_word_embeddings=False, **special
+        text_config=text, tie_word_embeddings=False, **more
     )
     whole = getattr(transformers, model)(config).eval()
     with torch.no_grad():
         for parameter in whole.parameters():
             parameter.normal_(0.05, 0.3)
+    if text is COHERE:  # whose scale of logits transformers' classes around it leave out
+        whole.lm_head.register_forward_hook(lambda _module, _inputs, logits: logits * 0.0625)
     return whole
 
 

@@ -198,7 +198,7 @@ def classes_of(model_type: str) -> set[str]:
         modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     )
     family = table.ARCHITECTURES[model_type].family if model_type in table.ARCHITECTURES else ""
-    tables = tables[:1] if family == "gpt" else tables[1:2] if family else tables[2:]
+    tables = tables[:1] if family == "gpt" else tables[1:2] if family else tables[1:]
     return {each[model_type] for each in tables if model_type in each}
 
 

@@ -411,6 +411,12 @@ LLAMAS: dict[str, tuple[str, dict[str, Any]]] = {
             "dim_model_base": 10,
         },
     ),
+    "command_r_plus": ("Cohere", {**NO_END, "use_qk_norm": True, "logit_scale": 0.5}),
+    "olmo_0424": ("Olmo", {**UNTIED, "eos_token_id": 2, "clip_qkv": 1.0}),
+    "stablelm2_12b": (
+        "StableLm",
+        {**UNTIED, "qk_layernorm": True, "use_parallel_residual": True, "hidden_size": 64},
+    ),
     "dots1": (
         "Dots1",
         {

@@ -162,6 +162,7 @@ _VALUES: dict[str, Callable[[Any], Any]] = {
     "qk_nope_head_dim": lambda config: config.head_size - (config.rope_head_size or 0),
     "qk_head_dim": lambda config: config.head_size if config.kv_lora_rank else None,
     "use_qk_norm": lambda config: bool(config.qk_norm),
+    "clip_qkv": lambda config: config.attention_clip,
     "feed_forward_proj": _feed_forward,
     "scale_decoder_outputs": lambda config: config.logits_scale != 1.0,
 }

@@ -175,7 +175,7 @@ def target_tensors(
                 problems.append(f"it has no place for {task.name}")
             continue
         layout = LAYOUTS[source.layout]
-        is_source = task.layout is layout and not task.changes
+        is_source = task.layout is layout and not (task.changes or layout.joined)
         if layout.inverse is None and not is_source:
             problems.append(f"{task.name} cannot be computed back (layout {source.layout})")
             continue

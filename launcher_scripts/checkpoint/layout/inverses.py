@@ -78,6 +78,27 @@ def _neighbours(head: NDArray[Any], turns: int) -> NDArray[Any]:
     return result
 
 
+def heads_in_a_row(tensors: Sequence[NDArray[Any]], _config: Any) -> NDArray[Any]:
+    """Weights [heads, dimension] of the norms of heads, one after the other."""
+    (tensor,) = tensors
+    return tensor.reshape(-1)
+
+
+def interleaved_heads_in_a_row(tensors: Sequence[NDArray[Any]], config: Any) -> NDArray[Any]:
+    """The same of heads whose neighbours turn together, as the halves of what turns."""
+    (tensor,) = tensors
+    heads, turns = tensor.reshape(-1, config.head_size), config.rotary_size
+    parts = heads[:, 0:turns:2], heads[:, 1:turns:2], heads[:, turns:]
+    row: NDArray[Any] = np.concatenate(parts, axis=1).reshape(-1)
+    return row
+
+
+def neighbouring_heads_in_rows(blocks: Blocks, config: Any) -> list[RowGroups]:
+    """The inverse of interleaved_heads_in_a_row."""
+    heads = [head for block in blocks for head in _heads(block, config.head_size)]
+    return [[[_neighbours(head, config.rotary_size).reshape(1, -1)] for head in heads]]
+
+
 def neighbouring_rows(head_size: str) -> Inverse:
     """The inverse of interleaved_rope.  head_size: the attribute that says a head's rows"""
 

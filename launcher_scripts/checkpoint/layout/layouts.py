@@ -32,7 +32,10 @@ from launcher_scripts.checkpoint.layout.inverses import (
     delta_of_key_heads,
     delta_side_by_side,
     divided_by_root_hidden,
+    heads_in_a_row,
+    interleaved_heads_in_a_row,
     interleaved_rows_of_blocks,
+    neighbouring_heads_in_rows,
     neighbouring_rows,
     no_tensors,
     numbers_of_xielu,
@@ -348,6 +351,7 @@ class Layout:
     inverse:  from the stored form to the source tensors; None if it is unknown
     part:     position of the row among the rows that share one source tensor
     is_exact: apply and inverse give the same bits back
+    joined:   its source is made of several tensors of the files
     rows:     config -> how many rows each source has, where a source is several blocks
     """
 
@@ -357,6 +361,7 @@ class Layout:
     inverse: Inverse | None = None
     part: int = 0
     is_exact: bool = True
+    joined: bool = False
     rows: Callable[[Any], tuple[int, ...]] | None = None
 
 
@@ -443,6 +448,10 @@ LAYOUTS: dict[str, Layout] = {
     "flattened_without_padding": Layout(flattened_without_padding, inverse=one_row, is_exact=False),
     "swapped_heads_side_by_side": Layout(
         swapped_heads_side_by_side, inverse=swapped_rows_of_blocks
+    ),
+    "heads_in_a_row": Layout(heads_in_a_row, joined=True),
+    "interleaved_heads_in_a_row": Layout(
+        interleaved_heads_in_a_row, inverse=neighbouring_heads_in_rows
     ),
     "padded_values_side_by_side": Layout(padded_values_side_by_side),
     "padded_inputs": Layout(padded_inputs),

@@ -59,6 +59,7 @@ from launcher_scripts.checkpoint.sources.huggingface_raw import (
 from launcher_scripts.checkpoint.sources.huggingface_raw import NOTE as IMAGES_NOTE
 from launcher_scripts.checkpoint.sources.huggingface_stacked_experts import (
     GEMMAS_WITH_INPUTS,
+    joined_head_norms,
     separate_experts,
     tensors_of_layers,
 )
@@ -279,6 +280,8 @@ class HuggingFaceCheckpoint(FullTensors):
         elif head == MTP:
             tensors, raw = prediction_layer(tensors, raw, str(archive.path))
         tensors = separate_experts(tensors, raw["model_type"], str(archive.path))
+        if raw["model_type"] == "stablelm":
+            tensors = joined_head_norms(tensors)
         if raw["model_type"] in GEMMAS_WITH_INPUTS:
             tensors = tensors_of_layers(tensors, raw)
         tensors, predicts = without_predictors(tensors, raw)

@@ -17,7 +17,7 @@ from launcher_scripts.checkpoint.sources import huggingface_experts as experts
 from launcher_scripts.checkpoint.sources import huggingface_gemma as gemma
 from launcher_scripts.checkpoint.sources import huggingface_hybrids as hybrids
 from launcher_scripts.checkpoint.sources import huggingface_latent as latent
-from launcher_scripts.checkpoint.sources.huggingface_classes import NOT_READ, is_agm
+from launcher_scripts.checkpoint.sources.huggingface_classes import NOT_READ, class_keys, is_agm
 from launcher_scripts.checkpoint.sources.huggingface_configs import has_decoder
 from launcher_scripts.checkpoint.sources.huggingface_raw import MULTIMODAL, RawConfig, text_config
 from launcher_scripts.common.errors import CheckpointError, Problems, problem
@@ -207,7 +207,7 @@ ARCHITECTURES = {
     "smollm3": _llama(decoders.smollm3, ties=True),
     "cohere": _cohere(decoders.cohere),
     "cohere2": _cohere(decoders.cohere2),
-    "stablelm": _llama(decoders.stablelm, variants=_one_norm),
+    "stablelm": _llama(decoders.stablelm, "stablelm", _one_norm),
     "granite": _llama(decoders.granite),
     "glm": _interleaved(decoders.glm, "glm"),
     "glm4": _interleaved(decoders.glm4, "glm4"),
@@ -216,9 +216,9 @@ ARCHITECTURES = {
     "ministral": _llama(decoders.ministral),
     "ministral3": _llama(decoders.ministral3),
     "olmo": _llama(decoders.olmo, "olmo"),
-    "olmo2": _llama(decoders.olmo2, "branch_norms"),
-    "olmo3": _llama(decoders.olmo3, "branch_norms"),
-    "exaone4": _llama(decoders.exaone4, "branch_norms"),
+    "olmo2": _llama(gemma.olmo2, "branch_norms"),
+    "olmo3": _llama(gemma.olmo3, "branch_norms"),
+    "exaone4": _llama(gemma.exaone4, "branch_norms"),
     "starcoder2": _llama(decoders.starcoder2, "starcoder2", ties=True),
     "nemotron": _llama(decoders.nemotron, "nemotron"),
     "arcee": _llama(decoders.arcee, "nemotron"),
@@ -242,7 +242,7 @@ ARCHITECTURES = {
     "minicpm3": _llama(latent.minicpm3, "deepseek", ties=True, may_be=latent.is_latent),
     "dots1": _llama(experts.dots1, "biased_moe"),
     "solar_open": _llama(experts.solar_open, "biased_moe"),
-    "exaone_moe": _llama(experts.exaone_moe, "exaone_moe"),
+    "exaone_moe": _llama(gemma.exaone_moe, "exaone_moe"),
     "mellum": _llama(experts.mellum, "qwen_moe"),
     "ernie4_5_moe": _interleaved(experts.ernie4_5_moe, "ernie4_5_moe", ties=True),
     "gpt_oss": _llama(
@@ -270,7 +270,7 @@ ARCHITECTURES = {
     "nanochat": _llama(decoders.nanochat, "nanochat", may_be=lambda _: False),
     "granite_swa": _llama(decoders.granite_swa, "sinks", ties=True),
     "granitemoe_swa": _llama(experts.granitemoe_swa, "granitemoe_swa", _in_memory),
-    "flex_olmo": _llama(experts.flex_olmo, "flex_olmo"),
+    "flex_olmo": _llama(gemma.flex_olmo, "flex_olmo"),
     "afmoe": _llama(experts.afmoe, "afmoe"),
     "phimoe": _llama(experts.phimoe, "phimoe", _in_memory),
     "cohere2_moe": _cohere(experts.cohere2_moe, "cohere2_moe"),
@@ -329,7 +329,7 @@ def described(raw: dict[str, Any]) -> dict[str, Any]:
     """config.json as a row of ARCHITECTURES reads it: of a model for images the decoder's part, and
     with a model_type, which the published umT5s only say by their class.
     """
-    raw = text_config(raw)
+    raw = class_keys(text_config(raw))
     classes = raw.get("architectures")
     if "model_type" in raw or not isinstance(classes, list):
         return raw

@@ -30,6 +30,43 @@ class Obeyed:
     by: tuple[str, ...]
 
 
+# Model types of published files whose class is another one's.
+ALIASES = {"kimi_k2": "deepseek_v3"}
+# MiMo-V2's published lists of a mark for each layer -> the class's key, and what 0 and 1 mean.
+_MARKS = {
+    "hybrid_layer_pattern": ("layer_types", ("full_attention", "sliding_attention")),
+    "moe_layer_freq": ("mlp_layer_types", ("dense", "sparse")),
+}
+
+
+def class_keys(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return config.json with the keys that transformers' class has for a maker's own, where these
+    do not contradict each other: what is left is judged as any other key."""
+    name = raw.get("model_type")
+    result = dict(raw)
+    if isinstance(name, str) and name in ALIASES:
+        result["model_type"] = ALIASES[name]
+    if name != "mimo_v2_flash":
+        return result
+    for key, (own, words) in _MARKS.items():
+        marks = raw.get(key)
+        if isinstance(marks, list) and all(mark in (0, 1) for mark in marks):
+            kinds = [words[mark] for mark in marks]
+            if raw.get(own) in (None, kinds):
+                result[own] = kinds
+                del result[key]
+    if type(raw.get("sliding_window_size")) is int:  # which does not count the token's own
+        result["sliding_window"] = result.pop("sliding_window_size") + 1
+    if "layernorm_epsilon" in raw:
+        result.setdefault("rms_norm_eps", result.pop("layernorm_epsilon"))
+    if "swa_rope_theta" in raw and raw.get("rope_parameters") is None:
+        share = {"partial_rotary_factor": result.pop("partial_rotary_factor", 0.334)}
+        full = {"rope_theta": result.pop("rope_theta", 5e6), **share}
+        local = {"rope_theta": result.pop("swa_rope_theta"), **share}
+        result["rope_parameters"] = {"full_attention": full, "sliding_attention": local}
+    return result
+
+
 _LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu")
 _MIXED = ("cohere2_moe", "exaone_moe", "glm4_moe_lite", "kimi_linear")  # layers with and without
 # Keys that classes of transformers read, their relatives do not, and other programs read for all.
@@ -65,7 +102,7 @@ OBEYED = {
         ),
     ),
     "attn_logit_softcapping": Obeyed(None, ("gemma2", "t5gemma", "vaultgemma")),
-    "first_k_dense_replace": Obeyed(0, (*_LATENT[:2], *_MIXED, "dots1", "glm4_moe")),
+    "first_k_dense_replace": Obeyed(0, (*_LATENT[:2], *_MIXED, "dots1", "glm4_moe", "hy_v3")),
     "mlp_layer_types": Obeyed(None, (*_MIXED, "hy_v3", "mellum", "mimo_v2_flash")),
 }
 
@@ -111,6 +148,7 @@ _STEMS = {
     "hunyuan_v1_dense": "hunyuandensev1",
     "hunyuan_v1_moe": "hunyuanmoev1",
     "nemotron-nas": "decilm",
+    "kimi_k2": "deepseekv3",
 }
 _ALLOW = "export.model.allow_custom_code_config=True"
 

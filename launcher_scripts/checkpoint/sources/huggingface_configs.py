@@ -128,7 +128,6 @@ def mpt(raw: RawConfig) -> GPTConfig:
         attn_type="multihead_attention",
         alibi=True,
         alibi_bias_max=8,
-        clip_qkv=None,
         prefix_lm=False,
         qk_ln=False,
     )
@@ -149,6 +148,7 @@ def mpt(raw: RawConfig) -> GPTConfig:
         activation="gelu_erf",
         attention_bias=False,
         mlp_bias=False,
+        attention_clip=attention.real("clip_qkv", 0.0) or None,
         softmax_scale=attention.real("softmax_scale", 0.0) or None,
     )
 

@@ -12,12 +12,12 @@ from typing import Any
 from launcher_scripts.checkpoint.sources.huggingface_raw import RawConfig
 from launcher_scripts.checkpoint.sources.rotary_scaling import (
     Fields,
+    first_chunk,
     layer_bases,
     ntk_alpha,
     original_positions,
     rope,
     rope_of,
-    two_ropes,
     windows,
 )
 from launcher_scripts.models.family import layer_list
@@ -30,8 +30,8 @@ def decoder(raw: RawConfig, **fields: Any) -> GPTConfig:
     """A Llama.  fields: what a model type that descends from it says otherwise"""
     hidden, heads = raw.size("hidden_size"), raw.size("num_attention_heads")
     head_size = head_size_of(raw)
-    # Where layers have sizes of their own, they and the largest are among the fields.
-    ffn_size = 0 if "layer_ffn_sizes" in fields else raw.size("intermediate_size")
+    raw.unused("intermediate_size")  # where the fields say the MLP's size, or every layer's
+    ffn_size = fields.get("ffn_size") or raw.size("intermediate_size")
     values: Fields = {
         "vocab_size": raw.size("vocab_size"),
         "num_layers": raw.layers("num_hidden_layers"),
@@ -40,7 +40,7 @@ def decoder(raw: RawConfig, **fields: Any) -> GPTConfig:
         "num_heads": heads,
         "num_kv_heads": raw.size("num_key_value_heads", default=heads),
         "head_size": head_size,
-        "max_positions": raw.size("max_position_embeddings"),
+        "max_positions": first_chunk(raw),
         "normalization": "rmsnorm",
         "gated": True,
         "tied_embeddings": _HEAD not in raw.keys,
@@ -119,12 +119,13 @@ def qwen_windows(raw: RawConfig) -> Fields:
 
 
 def phi3(raw: RawConfig) -> GPTConfig:
-    raw.only(attention_bias=False)
+    raw.only(attention_bias=False, full_attn_mod=1, interpolate_factor=1, lm_head_bias=False)
     return decoder(raw, attention_bias=False, mlp_bias=False, **windows(raw))
 
 
 def phi(raw: RawConfig) -> GPTConfig:
     """Phi-1 to Phi-2: one norm for attention and MLP, which read the same hidden states."""
+    raw.only(qk_layernorm=False)
     raw.defaults(hidden_act="gelu_new", partial_rotary_factor=0.5)
     return _layer_norms(
         raw,
@@ -138,8 +139,11 @@ def phi(raw: RawConfig) -> GPTConfig:
 
 def stablelm(raw: RawConfig) -> GPTConfig:
     raw.defaults(partial_rotary_factor=0.25, bos_token_id=0, eos_token_id=0)
+    raw.only(norm_eps=raw("layer_norm_eps", default=None), rotary_scaling_factor=1.0)
+    raw.only(num_heads=raw("num_attention_heads"))  # other names, of the first files
     return _layer_norms(
         raw,
+        **_norms_per_head(raw.flag("qk_layernorm", False)),
         attention_bias=raw.flag("use_qkv_bias", False),
         attention_dense_bias=False,
         mlp_bias=False,
@@ -155,7 +159,7 @@ def smollm3(raw: RawConfig) -> GPTConfig:
         fields = windows(raw, lambda layer: bool(turns[layer]))
     elif raw("sliding_window", default=None) is not None:
         raw.only(layer_types=["full_attention"] * layers)
-    raw.unused("layer_types")
+    raw.unused("layer_types", "max_window_layers")
     raw.defaults(rope_theta=2e6)
     raw.defaults(bos_token_id=128000, eos_token_id=128001, pad_token_id=128004)
     unrotated = layer_list(n for n in range(layers) if not turns[n])
@@ -199,7 +203,8 @@ def unwindowed(raw: RawConfig, fields: Fields) -> str | None:
 
 def cohere(raw: RawConfig, **fields: Any) -> GPTConfig:
     """Command-R: one norm for attention and MLP, which read the same hidden states."""
-    raw.only(use_qk_norm=False)
+    if raw.raw.get("model_type") != "cohere":
+        raw.only(use_qk_norm=False)
     raw.defaults(bos_token_id=5, eos_token_id=255001, pad_token_id=0)
     values: Fields = {
         "normalization": "layernorm",
@@ -207,13 +212,17 @@ def cohere(raw: RawConfig, **fields: Any) -> GPTConfig:
         "mlp_bias": False,
         "parallel_residual": True,
         "logits_scale": raw.real("logit_scale", 0.0625),
+        **_norms_per_head(raw.flag("use_qk_norm", False)),
     }
     return decoder(raw, **{**values, **fields})
 
 
+def _norms_per_head(normalized: bool) -> Fields:
+    return {"qk_norm": True, "qk_norm_per_head": True} if normalized else {}
+
+
 def _layer_norms(raw: RawConfig, **fields: Any) -> GPTConfig:
     """A Llama with layer norms, of which a share of each head turns."""
-    raw.only(qk_layernorm=False)
     head_size = raw.head_size(raw.size("hidden_size"), raw.size("num_attention_heads"))
     return decoder(
         raw,
@@ -241,6 +250,7 @@ def helium(raw: RawConfig) -> GPTConfig:
 
 
 def ernie4_5(raw: RawConfig, **fields: Any) -> GPTConfig:
+    raw.only(compression_ratio=1.0)
     raw.defaults(rms_norm_eps=1e-5, rope_theta=500000.0)
     bias = raw.flag("use_bias", False)
     return decoder(raw, attention_bias=bias, mlp_bias=bias, **fields)
@@ -248,59 +258,9 @@ def ernie4_5(raw: RawConfig, **fields: Any) -> GPTConfig:
 
 def olmo(raw: RawConfig) -> GPTConfig:
     """The first OLMo, whose norms have no weights."""
-    raw.only(clip_qkv=None)
-    return decoder(raw, normalization="layernorm", norm_eps=1e-5, mlp_bias=False)
-
-
-def _branch_norms(raw: RawConfig, **fields: Any) -> GPTConfig:
-    """A Llama that normalizes what its branches add, not what they read."""
-    raw.defaults(rms_norm_eps=1e-5)
-    return decoder(raw, norm_placement="branch", qk_norm=True, mlp_bias=False, **fields)
-
-
-def olmo2(raw: RawConfig, **fields: Any) -> GPTConfig:
-    """OLMo 2 normalizes all heads' queries and keys together."""
-    raw.defaults(eos_token_id=50279, pad_token_id=1)
-    return _branch_norms(raw, joint_qk_norm=True, **fields)
-
-
-def olmo3(raw: RawConfig) -> GPTConfig:
-    """OLMo 3: an OLMo 2, of which the layers with a window turn without a scaling."""
-    raw.defaults(rope_theta=500000.0)
-    turns, local_base = two_ropes(raw, head_size_of(raw), 500000.0)
-    fields = windows(raw, lambda layer: (layer + 1) % 4 == 0)
-    if fields:
-        fields["rotary_local_base"] = local_base or turns["rotary_base"]
-    return olmo2(raw, **turns, **fields)
-
-
-def _exaone4_full(raw: RawConfig, layers: int) -> Callable[[int], bool]:
-    """Return a test for layers without a window, by sliding_window_pattern: every n-th, or G in a
-    text that repeats, as LLLG, and the last layer."""
-    pattern = raw("sliding_window_pattern", default=4)
-    if not isinstance(pattern, str):
-        interval = raw.size("sliding_window_pattern", default=4)
-        return lambda layer: (layer + 1) % interval == 0
-    if not pattern or set(pattern) - {"L", "G"}:
-        choices = ("a number of layers", "L and G, as LLLG")
-        raw.problems.add("sliding_window_pattern is not supported", got=pattern, choices=choices)
-        pattern = "G"
-    return lambda layer: pattern[layer % len(pattern)] == "G" or layer == layers - 1
-
-
-def exaone4_attention(raw: RawConfig) -> Fields:
-    """Read EXAONE 4's attention: if some layers have a window, those without it do not rotate."""
-    if raw("sliding_window", default=None) is None:
-        raw.unused("sliding_window_pattern", "layer_types")
-        return {}
-    layers = raw.layers("num_hidden_layers")
-    fields = windows(raw, _exaone4_full(raw, layers))
-    return {**fields, "unrotated_layers": unwindowed(raw, fields)}
-
-
-def exaone4(raw: RawConfig) -> GPTConfig:
-    raw.defaults(bos_token_id=0)
-    return _branch_norms(raw, attention_bias=False, **exaone4_attention(raw))
+    clip = raw.real("clip_qkv", 0.0) or None
+    fields: Fields = {"normalization": "layernorm", "norm_eps": 1e-5, "attention_clip": clip}
+    return decoder(raw, mlp_bias=False, **fields)
 
 
 def granite(raw: RawConfig, **fields: Any) -> GPTConfig:
@@ -335,8 +295,13 @@ def apertus(raw: RawConfig) -> GPTConfig:
     """Apertus; where it does not say how it turns, it does as Llama 3.1."""
     turns = {"rope_type": "llama3", "rope_theta": 12e6, "factor": 8.0, "low_freq_factor": 1.0}
     turns |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    raw.only(qk_norm=True, post_norm=False)
     raw.defaults(hidden_act="xielu", rms_norm_eps=1e-5, rope_theta=12e6, rope_parameters=turns)
     return decoder(raw, gated=False, qk_norm=True, mlp_bias=False)
+
+
+# Tokens about parts of a text, and images.
+_HUNYUAN_PARTS = ("text_start", "text_end", "im_start", "im_end", "im_newline", "video_start")
 
 
 def hunyuan(raw: RawConfig, **fields: Any) -> GPTConfig:
@@ -344,8 +309,11 @@ def hunyuan(raw: RawConfig, **fields: Any) -> GPTConfig:
     raw.only(norm_type="rms", position_embedding_xdrope=False, use_rotary_pos_emb=True)
     raw.only(use_cla=False, use_mla=False, use_qk_norm=True)
     raw.only(attention_head_dim=raw("head_dim", default=None))
+    if "num_experts" not in fields:
+        raw.only(num_experts=1, moe_topk=1, num_shared_expert=1)
     raw.unused("cla_share_factor", "class_num", "dense_list", "mask_init_id", "num_media_embeds")
-    raw.unused("org_vocab_size", "pool_type", "text_end_id", "text_start_id")
+    raw.unused("org_vocab_size", "pool_type", "pad_id", "enable_lm_head_fp32", "capacity_factor")
+    raw.unused(*(f"{part}_id" for part in _HUNYUAN_PARTS), "anyres_pooling_size")
     raw.defaults(rms_norm_eps=1e-5)
     turns = unscaled(ntk_alpha(raw, head_size_of(raw)))
     return decoder(raw, qk_norm=True, qk_norm_after_rope=True, mlp_bias=False, **turns, **fields)
@@ -355,6 +323,7 @@ def hunyuan_moe(raw: RawConfig) -> GPTConfig:
     """Hunyuan-A13B; numbers may be lists of one for each layer, which must be the same."""
     size = raw.size("intermediate_size")
     raw.only(use_mixed_mlp_moe=True, moe_layer_num_skipped=0, norm_topk_prob=True)
+    raw.only(routed_scaling_factor=1.0)
     raw.only(moe_drop_tokens=False, moe_random_routing_dropped_token=False)
     _of_all_layers(raw, "num_shared_expert", 1, choices=(1,))
     _of_all_layers(raw, "moe_intermediate_size", size, choices=(size,))
@@ -403,7 +372,7 @@ def unscaled(turns: Fields) -> Fields:
 def starcoder2(raw: RawConfig) -> GPTConfig:
     bias = raw.flag("use_bias", True)
     raw.only(mlp_type="default", norm_type="layer_norm", scale_attn_weights=True)
-    raw.unused("layer_norm_epsilon")  # norm_epsilon rules
+    raw.unused("layer_norm_epsilon", "activation_function")  # norm_epsilon and hidden_act rule
     raw.defaults(hidden_act="gelu_pytorch_tanh")
     return decoder(
         raw,
@@ -418,6 +387,8 @@ def starcoder2(raw: RawConfig) -> GPTConfig:
 
 def nemotron(raw: RawConfig) -> GPTConfig:
     raw.defaults(hidden_act="relu2", partial_rotary_factor=0.5)
+    share = raw.real("partial_rotary_factor", 0.5)
+    raw.only(rope_percent=share, rotary_percent=share, kv_channels=head_size_of(raw))
     return decoder(
         raw,
         normalization="layernorm",

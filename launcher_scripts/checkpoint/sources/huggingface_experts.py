@@ -10,11 +10,9 @@ from launcher_scripts.checkpoint.sources.huggingface_decoders import (
     cohere,
     decoder,
     ernie4_5,
-    exaone4_attention,
     granite,
     granite_attention,
     head_size_of,
-    olmo2,
     qwen_windows,
     turning_layers,
     unscaled,
@@ -111,7 +109,7 @@ def qwen_experts(raw: RawConfig) -> Fields:
         values = []
     return {
         "ffn_size": raw.size("moe_intermediate_size"),
-        **_specified_experts(raw),
+        **specified_experts(raw),
         **dense_layers(raw, lambda layer: (layer + 1) % step != 0 or layer in values),
     }
 
@@ -137,7 +135,7 @@ def dense_layers(
     return {} if named is None else {"dense_layers": named, "dense_ffn_size": raw.size(size)}
 
 
-def _specified_experts(raw: RawConfig, *names: str) -> Fields:
+def specified_experts(raw: RawConfig, *names: str) -> Fields:
     """Where config.json says whether a token's weights are normalized.
 
     names: further ones of their number
@@ -150,7 +148,7 @@ def olmoe(raw: RawConfig) -> GPTConfig:
     """OLMoE normalizes all heads' queries and keys together."""
     raw.only(clip_qkv=None)
     raw.defaults(rms_norm_eps=1e-5, eos_token_id=50279, pad_token_id=1)
-    experts = _specified_experts(raw)
+    experts = specified_experts(raw)
     return decoder(raw, qk_norm=True, joint_qk_norm=True, mlp_bias=False, **experts)
 
 
@@ -175,20 +173,6 @@ def solar_open(raw: RawConfig) -> GPTConfig:
     return decoder(raw, attention_dense_bias=False, mlp_bias=False, **experts)
 
 
-def exaone_moe(raw: RawConfig) -> GPTConfig:
-    """K-EXAONE: EXAONE 4's attention, behind norms of what it reads."""
-    raw.defaults(rms_norm_eps=1e-5, eos_token_id=53, pad_token_id=0)
-    raw.defaults(first_k_dense_replace=1, norm_topk_prob=True, routed_scaling_factor=2.5)
-    return decoder(
-        raw,
-        qk_norm=True,
-        attention_bias=False,
-        mlp_bias=False,
-        **exaone4_attention(raw),
-        **biased_experts(raw),
-    )
-
-
 def mellum(raw: RawConfig) -> GPTConfig:
     """Mellum 2: a Qwen 3 whose layers with a window turn by a base of their own."""
     raw.defaults(rope_theta=500000.0, norm_topk_prob=True)
@@ -203,7 +187,7 @@ def mellum(raw: RawConfig) -> GPTConfig:
         ffn_size=raw.size("moe_intermediate_size"),
         **turns,
         **fields,
-        **_specified_experts(raw),
+        **specified_experts(raw),
         **dense_layers(raw, lambda _: False),
     )
 
@@ -211,6 +195,8 @@ def mellum(raw: RawConfig) -> GPTConfig:
 def dots1(raw: RawConfig) -> GPTConfig:
     """dots.llm1; the first max_window_layers layers have no window."""
     first = raw.size("max_window_layers", default=62)
+    if raw.raw.get("scoring_func") == "noaux_tc":  # as published; its class always has sigmoids
+        raw.unused("scoring_func")
     return decoder(
         raw,
         qk_norm=True,
@@ -222,12 +208,16 @@ def dots1(raw: RawConfig) -> GPTConfig:
 
 def biased_experts(raw: RawConfig) -> Fields:
     """Experts as DeepSeek-V3's, behind layers without them."""
-    raw.only(scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
+    raw.only(topk_method="noaux_tc")
+    if "scoring_func" not in raw.read_keys:
+        raw.only(scoring_func="sigmoid")
+    if "moe_layer_freq" not in raw.read_keys:
+        raw.only(moe_layer_freq=1)
     size = raw.size("moe_intermediate_size")
     dense = raw.size("first_k_dense_replace", default=0, minimum=0)
     shared = raw.size("n_shared_experts", "num_shared_experts", default=1, minimum=0)
     return {
-        **_specified_experts(raw, "n_routed_experts"),
+        **specified_experts(raw, "n_routed_experts"),
         "ffn_size": size,
         "router_score_function": "sigmoid",
         "router_scaling_factor": raw.real("routed_scaling_factor", 1.0),
@@ -295,17 +285,15 @@ def minimax_m2(raw: RawConfig) -> GPTConfig:
 def hy_v3(raw: RawConfig) -> GPTConfig:
     """Hunyuan 3."""
     scale = raw.real("router_scaling_factor", 2.826)
-    raw.unused("enable_moe_fp32_combine")  # of types
+    raw.unused("enable_moe_fp32_combine", "enable_lm_head_fp32")  # of types
+    raw.unused("enable_attention_fp32_softmax", "use_grouped_mm")
+    raw.only(qk_norm=True, route_norm=True, first_k_dense_replace=1)
+    raw.only(moe_router_enable_expert_bias=True, moe_router_use_sigmoid=True)
+    raw.only(expert_hidden_dim=raw("moe_intermediate_size", default=None))
     raw.only(norm_topk_prob=True, routed_scaling_factor=scale)  # its class reads other names
     raw.defaults(rms_norm_eps=1e-5, head_dim=128, rope_theta=11158840.0)
     raw.defaults(first_k_dense_replace=1, norm_topk_prob=True, routed_scaling_factor=scale)
     return decoder(raw, qk_norm=True, **biased_experts(raw))
-
-
-def flex_olmo(raw: RawConfig) -> GPTConfig:
-    """FlexOlmo: an OLMo 2 with experts."""
-    raw.defaults(rms_norm_eps=1e-6, rope_theta=500000.0, eos_token_id=100257, pad_token_id=100277)
-    return olmo2(raw, **_specified_experts(raw))
 
 
 def afmoe(raw: RawConfig) -> GPTConfig:
@@ -458,11 +446,11 @@ def mimo_v2_flash(raw: RawConfig) -> GPTConfig:
     narrower than the queries.
     """
     layers, groups = raw.layers("num_hidden_layers"), raw.size("num_key_value_heads", default=4)
-    before = raw("sliding_window_size", default=None)  # without the token's own
-    raw.defaults(sliding_window=129 if before is None else raw.size("sliding_window_size") + 1)
     raw.defaults(rms_norm_eps=1e-5, head_dim=192, v_head_dim=128, rope_theta=5e6)
+    raw.defaults(sliding_window=129)
     raw.defaults(partial_rotary_factor=0.334, first_k_dense_replace=1, norm_topk_prob=True)
-    raw.only(n_shared_experts=0, num_shared_experts=0)
+    raw.only(n_shared_experts=0, num_shared_experts=0, add_full_attention_sink_bias=False)
+    raw.unused("attention_chunk_size")  # of another engine's attention
     raw.defaults(n_shared_experts=0)
     values_scale = 1.0 if raw.null("attention_value_scale") else 0.707
     turns, local_base = two_ropes(raw, head_size_of(raw), 10000.0)
@@ -470,8 +458,11 @@ def mimo_v2_flash(raw: RawConfig) -> GPTConfig:
     fields = windows(raw, lambda layer: layer == 0 or (layer + 1) % 6 == 0)
     full = (fields.get("full_attention_layers") or "").split(",") if fields else None
     windowed = [] if full is None else [n for n in range(layers) if str(n) not in full]
-    narrow = raw.size("v_head_dim")
-    if narrow > head_size_of(raw):
+    size, narrow = head_size_of(raw), raw.size("v_head_dim")
+    raw.only(swa_head_dim=size, swa_v_head_dim=narrow, add_swa_attention_sink_bias=True)
+    raw.only(swa_num_attention_heads=raw.size("num_attention_heads"))
+    raw.only(swa_num_key_value_heads=groups * 2)
+    if narrow > size:
         raw.problems.add("v_head_dim must be at most head_dim", got=narrow)
     return decoder(
         raw,

@@ -1,15 +1,20 @@
-"""GPTConfig from the config.json of Google's Gemmas; see huggingface_decoders."""
+"""GPTConfig from the config.json of Google's Gemmas, and of others that normalize what their
+branches add: OLMo's and EXAONE's; see huggingface_decoders."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from launcher_scripts.checkpoint.sources.huggingface_decoders import (
     decoder,
     head_size_of,
     unwindowed,
+)
+from launcher_scripts.checkpoint.sources.huggingface_experts import (
+    biased_experts,
+    specified_experts,
 )
 from launcher_scripts.checkpoint.sources.huggingface_raw import RawConfig
 from launcher_scripts.checkpoint.sources.rotary_scaling import (
@@ -256,3 +261,79 @@ def _gemma2(raw: RawConfig) -> Fields:
         "attention_softcap": raw.real("attn_logit_softcapping", 0.0) or None,
         "logits_softcap": raw.real("final_logit_softcapping", 0.0) or None,
     }
+
+
+def _branch_norms(raw: RawConfig, **fields: Any) -> GPTConfig:
+    """A Llama that normalizes what its branches add, not what they read."""
+    raw.defaults(rms_norm_eps=1e-5)
+    return decoder(raw, norm_placement="branch", qk_norm=True, mlp_bias=False, **fields)
+
+
+def olmo2(raw: RawConfig, **fields: Any) -> GPTConfig:
+    """OLMo 2 normalizes all heads' queries and keys together."""
+    raw.defaults(eos_token_id=50279, pad_token_id=1)
+    return _branch_norms(raw, joint_qk_norm=True, **fields)
+
+
+def olmo3(raw: RawConfig) -> GPTConfig:
+    """OLMo 3: an OLMo 2, of which the layers with a window turn without a scaling."""
+    raw.defaults(rope_theta=500000.0)
+    turns, local_base = two_ropes(raw, head_size_of(raw), 500000.0)
+    fields = windows(raw, lambda layer: (layer + 1) % 4 == 0)
+    if fields:
+        fields["rotary_local_base"] = local_base or turns["rotary_base"]
+    return olmo2(raw, **turns, **fields)
+
+
+def _exaone4_full(raw: RawConfig, layers: int) -> Callable[[int], bool]:
+    """Return a test for layers without a window, by sliding_window_pattern: every n-th, or G in a
+    text that repeats, as LLLG, and the last layer."""
+    pattern = raw("sliding_window_pattern", default=4)
+    if not isinstance(pattern, str):
+        interval = raw.size("sliding_window_pattern", default=4)
+        return lambda layer: (layer + 1) % interval == 0
+    if not pattern or set(pattern) - {"L", "G"}:
+        choices = ("a number of layers", "L and G, as LLLG")
+        raw.problems.add("sliding_window_pattern is not supported", got=pattern, choices=choices)
+        pattern = "G"
+    return lambda layer: pattern[layer % len(pattern)] == "G" or layer == layers - 1
+
+
+def exaone4_attention(raw: RawConfig) -> Fields:
+    """Read EXAONE 4's attention: if some layers have a window, those without it do not rotate."""
+    if raw("sliding_window", default=None) is None:
+        raw.unused("sliding_window_pattern", "layer_types")
+        return {}
+    layers = raw.layers("num_hidden_layers")
+    fields = windows(raw, _exaone4_full(raw, layers))
+    return {**fields, "unrotated_layers": unwindowed(raw, fields)}
+
+
+def exaone4(raw: RawConfig) -> GPTConfig:
+    raw.defaults(bos_token_id=0)
+    return _branch_norms(raw, attention_bias=False, **exaone4_attention(raw))
+
+
+def flex_olmo(raw: RawConfig) -> GPTConfig:
+    """FlexOlmo: an OLMo 2 with experts."""
+    raw.defaults(rms_norm_eps=1e-6, rope_theta=500000.0, eos_token_id=100257, pad_token_id=100277)
+    return olmo2(raw, **specified_experts(raw))
+
+
+def exaone_moe(raw: RawConfig) -> GPTConfig:
+    """K-EXAONE: EXAONE 4's attention, behind norms of what it reads."""
+    raw.defaults(rms_norm_eps=1e-5, eos_token_id=53, pad_token_id=0)
+    raw.defaults(first_k_dense_replace=1, norm_topk_prob=True, routed_scaling_factor=2.5)
+    experts = biased_experts(raw)
+    dense = (experts.get("dense_layers") or "").split(",")
+    raw.only(
+        is_moe_layer=[str(layer) not in dense for layer in range(raw.layers("num_hidden_layers"))]
+    )
+    return decoder(
+        raw,
+        qk_norm=True,
+        attention_bias=False,
+        mlp_bias=False,
+        **exaone4_attention(raw),
+        **experts,
+    )

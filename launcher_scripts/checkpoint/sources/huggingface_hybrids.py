@@ -86,7 +86,7 @@ def _mamba(raw: RawConfig, inner: int) -> Fields:
         )
         size = 1
     raw.only(hidden_act="silu")  # of the convolution, too
-    raw.unused(*_INITIAL_STEPS, "use_mamba_kernels")
+    raw.unused(*_INITIAL_STEPS, "time_step_rank", "use_mamba_kernels")
     return {
         "conv_kernel": raw.size("mamba_d_conv", default=4),
         "conv_bias": raw.flag("mamba_conv_bias", True),

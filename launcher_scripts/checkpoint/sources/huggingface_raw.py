@@ -63,6 +63,7 @@ IRRELEVANT: dict[str, tuple[str, ...]] = {
     ),
     "types and kernels of the training": (
         "*flash_att*",
+        "apply_query_key_layer_scaling",
         "attention_softmax_in_fp32",
         "attn_implementation",
         "experts_implementation",
@@ -70,6 +71,7 @@ IRRELEVANT: dict[str, tuple[str, ...]] = {
         "dtype",
         "ep_size",
         "masked_softmax_fusion",
+        "normalize_attention_scores",
         "offset_alibi",
         "pretraining_tp",
         "scale_attention_softmax_in_fp32",
@@ -309,8 +311,7 @@ class RawConfig:
             self.problems.add(f"{' or '.join(names)} must be a mapping", got=value)
             value = {}
         name = next((name for name in names if self.raw.get(name) is not None), names[0])
-        self.sections[name] = RawConfig(value, self.keys, self.problems)
-        return self.sections[name]
+        return self.sections.setdefault(name, RawConfig(value, self.keys, self.problems))
 
     def token(self, name: str, default: _Id) -> int | _Id:
         """A token id; the first one where a list is allowed. Below 0 there is no such token."""
@@ -413,28 +414,30 @@ class Multimodal:
 
 
 MULTIMODAL = {
+    **dict.fromkeys(
+        (
+            *("aya_vision", "cohere2_vision", "idefics3", "internvl", "lfm2_vl", "lighton_ocr"),
+            *("llava", "llava_next", "llava_onevision", "mistral3", "qwen2_audio", "smolvlm"),
+            "voxtral",
+        ),
+        Multimodal(),
+    ),
     "gemma3": Multimodal(
         "gemma3_text",
-        {
-            "vocab_size": 262208,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 4,
-            "head_dim": 256,
-            "max_position_embeddings": 131072,
-        },
+        {"vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4}
+        | {"head_dim": 256, "max_position_embeddings": 131072},
     ),
     "gemma3n": Multimodal("gemma3n_text"),
     "gemma4": Multimodal("gemma4_text"),
-    "idefics3": Multimodal(),
-    "internvl": Multimodal(),
     "kimi_k25": Multimodal("deepseek_v3"),
-    "lfm2_vl": Multimodal(),
     "nemotron_h_omni": Multimodal("nemotron_h"),
     "llama4": Multimodal("llama4_text"),
-    "mistral3": Multimodal(),
     "qwen2_vl": Multimodal("qwen2"),
     "qwen2_5_vl": Multimodal("qwen2"),
     "qwen3_vl": Multimodal("qwen3"),
+    "qwen3_vl_moe": Multimodal("qwen3_moe", {"norm_topk_prob": True}),
+    "glm4v": Multimodal("glm4"),
+    "glm4v_moe": Multimodal("glm4_moe"),
     "qwen3_5": Multimodal("qwen3_5_text"),
     "qwen3_5_moe": Multimodal("qwen3_5_moe_text"),
 }
@@ -453,8 +456,9 @@ _PREFIXES = (
 _IMAGE_TENSORS = (
     *("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", "connector."),
     *("audio_tower.", "embed_vision.", "embed_audio.", "mm_projector.", "mlp1.", "sound_"),
+    *("image_newline", "vision_encoder.", "vision_projection."),
 )
-NOTE = "the model's tensors for images are left out: it is served for text"
+NOTE = "the model's tensors for images and sounds are left out: it is served for text"
 
 
 def text_config(raw: Mapping[str, Any]) -> dict[str, Any]:

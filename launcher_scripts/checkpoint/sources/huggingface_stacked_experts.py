@@ -333,6 +333,24 @@ LAYER_TABLE, TABLE_ROWS = "per_layer_table", "vocab_size_per_layer_input"
 _OF_KEYS = (".self_attn.k_proj.", ".self_attn.v_proj.", ".self_attn.k_norm.")
 
 
+_HEAD_NORM = re.compile(r"(.+\.self_attn\.[qk])_layernorm\.norms\.(\d+)\.weight")
+
+
+def joined_head_norms(tensors: Mapping[str, SourceTensor]) -> dict[str, SourceTensor]:
+    """The tensors, StableLM's norms of single heads as one tensor [heads, dimension]."""
+    result, norms = {}, dict[str, dict[int, SourceTensor]]()
+    for name, tensor in tensors.items():
+        if match := _HEAD_NORM.fullmatch(name):
+            norms.setdefault(f"{match[1]}_norm.weight", {})[int(match[2])] = tensor
+        else:
+            result[name] = tensor
+    for name, heads in norms.items():
+        rows = [heads[head].read() for head in sorted(heads)]
+        if len({row.shape for row in rows}) == 1 and [*sorted(heads)] == [*range(len(heads))]:
+            result[name] = SourceTensor.full(np.stack(rows))
+    return result
+
+
 def tensors_of_layers(
     tensors: Mapping[str, SourceTensor], raw: Mapping[str, Any]
 ) -> dict[str, SourceTensor]:

@@ -130,6 +130,7 @@ def _rounded(number: float) -> float:
 
 
 _NAMES = {"su": "longrope"}
+_CHUNKS = "dual_chunk_attention_config"
 Fields = dict[str, Any]
 
 
@@ -147,6 +148,7 @@ def rope_of(raw: RawConfig, section: RawConfig, head_size: int) -> Fields:
     share = section.real("partial_rotary_factor", raw.real("partial_rotary_factor", 1.0))
     raw.only(rope_interleaved=False, use_mrope=False)
     section.unused("attn_factor")  # of llama.cpp; transformers reads attention_factor
+    section.unused("finetuned")  # of the first YaRN's code, about its training
     raw.unused("original_max_position_embeddings")  # but by the scalings that ask for it
     fields: Fields = {
         "position_embedding": "rope",
@@ -236,6 +238,23 @@ def windows(raw: RawConfig, full: Callable[[int], bool] | None = None) -> Fields
         return {}
     window = raw.size("sliding_window")
     return {"sliding_window": window, "full_attention_layers": layer_list(full_layers)}
+
+
+def first_chunk(raw: RawConfig) -> int:
+    """Return the number of positions, of dual_chunk_attention_config's those before the second
+    chunk, which are as any other's."""
+    positions, section = raw.size("max_position_embeddings"), raw.section(_CHUNKS)
+    if not section.raw:
+        return positions
+    section.unused("original_max_position_embeddings")
+    served = section.size("chunk_size", default=8192) - section.size("local_size", default=1024)
+    if not 0 < served < positions:
+        return positions
+    raw.notes.append(
+        f"of {positions} positions the first {served} are served: behind them other programs "
+        "attend in chunks, and transformers' class does not"
+    )
+    return served
 
 
 def _linear(_raw: RawConfig, section: RawConfig, _pairs: int, _base: float) -> Fields:

@@ -232,6 +232,8 @@ def unsupported_reasons(
             result.append("rotary positions depend on a row's length")
         if config.layer_input_size or config.layer_kv_sources or config.expert_norms:
             result.append("layers read inputs or keys besides their own, or norm experts apart")
+        if config.qk_norm_per_head or config.attention_clip:
+            result.append("every head's norm has weights of its own, or queries are cut off")
         if config.value_norm or config.layer_scale or config.layer_head_sizes:
             result.append("layers have heads of their own sizes, normalized values or a scale")
     if any(sublayer.adapter is not None for layer in layers for sublayer in layer.sublayers):

@@ -234,9 +234,8 @@ class Sublayer(ABC):
     def _adapted(self, x: Tensor, adapter: Adapter) -> Tensor:
         inner = self.kernels.mlp_up(x, adapter.up, None, "silu")
         out = self.communicator.tp_sum(self.kernels.project(inner, adapter.down))
-        if adapter.norm_after is None:
-            return out
-        return self.kernels.norm(out, adapter.norm_after, out.dtype)
+        norm = adapter.norm_after
+        return out if norm is None else self.kernels.norm(out, norm, out.dtype)
 
     def accumulate(
         self, inner: Tensor, x: Hidden, norm_of_next: Norm | None, adapters: Tensor | None, /
@@ -301,6 +300,7 @@ class SelfAttention(Attention):
         self.window = window
         self.table = table
         self.query_scale = weights.query_scale
+        self.clip = weights.clip
 
     def branch(self, x: Input, context: ForwardContext[Input]) -> Tensor:
         attended = context.attend(x, self)
@@ -314,11 +314,14 @@ class SelfAttention(Attention):
         kernels = self.kernels
         qkv = self.project(x, context.lora_adapters)  # [N, q + k + v]
         qkv = scaled(qkv, self.ia3, context.ia3_tasks)
+        qkv = qkv if self.clip is None else qkv.clamp(-self.clip, self.clip)
         heads, norms, rotary = self.heads, self.head_norms, context.rotary[self.table]
         if self.value_norm is not None:
             qkv = norm_values(qkv, heads, self.value_norm, kernels.norm)
-        if norms is not None and norms.joint and self.communicator.tp_size > 1:
-            qkv, norms = norm_heads(qkv, heads, norms, self._norm_over_ranks), None
+        over_ranks = norms is not None and norms.joint and self.communicator.tp_size > 1
+        if norms is not None and (over_ranks or norms.scales is not None):
+            norm = self._norm_over_ranks if over_ranks else kernels.norm
+            qkv, norms = norm_heads(qkv, heads, norms, norm), None
         query = kernels.store_kv(qkv, heads, rotary, slots, self.cache, norms)
         return query if self.query_scale is None else (query * self.query_scale).to(query.dtype)
 

@@ -193,7 +193,7 @@ def _llama3(frequencies: Tensor, factor: float, original: int, low: float, high:
     in between.
     """
     turns = original * frequencies / (2 * math.pi)
-    unscaled = ((turns - low) / (high - low)).clamp(0, 1)
+    unscaled = ((turns - low) / max(high - low, 1e-9)).clamp(0, 1)
     return unscaled * frequencies + (1 - unscaled) * frequencies / factor
 
 

@@ -112,6 +112,7 @@ class AttentionWeights(SublayerWeights):
     gate:       reads what in_proj does; its sigmoid multiplies what attention gives
     lora_gate:  what adapters add to it
     value_norm: of every head's values, where there is one
+    clip:       where queries, keys and values are cut off
     """
 
     head_norms: HeadNorms | None = None
@@ -121,6 +122,7 @@ class AttentionWeights(SublayerWeights):
     gate: Linear | None = None
     lora_gate: LoRA | None = None
     value_norm: Norm | None = None
+    clip: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
