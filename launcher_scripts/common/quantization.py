@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from launcher_scripts.common.errors import ConfigError, Problems, lookup, problem
+from launcher_scripts.common.errors import ConfigError, lookup, problem
 
 Quantization = Literal["int8", "fp8", "int4", "mxfp4"]
 # What can be made of the layers' matrices at load; fp8 is e4m3, mxfp4 e2m1 by groups.
@@ -73,19 +73,3 @@ def kv_cache_dtype_of(value: str | None, setting: str) -> str:
 
 SLOPE = 1.702
 CLAMP = 7.0
-
-
-def check_deterministic(
-    problems: Problems, deterministic: bool, others: dict[str, bool], where: str
-) -> None:
-    """Add a problem for each of `others` (by name, whether it is on) beside `deterministic`.
-
-    They compute a row's tokens in other passes than it would take alone.  where: `{}` is a name
-    """
-    for name, is_requested in others.items():
-        if deterministic and is_requested:
-            problems.add(
-                f"a deterministic model cannot have {name}",
-                got="both",
-                change=f"{where.format('deterministic')} or {where.format(name)}",
-            )

@@ -17,7 +17,7 @@ from launcher_scripts.common.errors import ConfigError, Problems
 from launcher_scripts.common.files import CANDIDATE, READY, atomic_write, replica_file
 from launcher_scripts.common.packages import ERROR
 from launcher_scripts.common.parallelism import Parallelism
-from launcher_scripts.common.quantization import KV_CACHE_DTYPES, QUANTIZATIONS, check_deterministic
+from launcher_scripts.common.quantization import KV_CACHE_DTYPES, QUANTIZATIONS
 from launcher_scripts.config.evaluation import (
     BenchmarkSettings,
     HarnessSettings,
@@ -242,15 +242,6 @@ class ExportSettings(ServingOptions, ModelOptions):
                 choices=("gpt3", "agm"),
                 change=DRAFT_MODEL_KEY,
             )
-        check_deterministic(
-            problems,
-            self.deterministic,
-            {
-                "enable_prefix_caching": self.enable_prefix_caching is True,
-                "draft_model_dir": self.draft_model_dir is not None,
-            },
-            "export.triton_deployment.{}",
-        )
         if self.max_loras and (self.interactive or self.model_type not in ("", "gpt3")):
             problems.add(
                 "adapters can be added to a decoder-only model without sessions",

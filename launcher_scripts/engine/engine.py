@@ -209,8 +209,8 @@ class Engine:
         except RequestError as error:
             future.set_exception(error)
             return future
-        if self.settings.deterministic and request.num_speculative_tokens:
-            request = replace(request, num_speculative_tokens=0)  # a draft is another kind of pass
+        if request.num_speculative_tokens and not self._loaded.drafts.are_possible:
+            request = replace(request, num_speculative_tokens=0)
         row = self.row(request, future, on_progress, session, guide)
         prompt = row.prompt
         if session is not None:
@@ -222,7 +222,8 @@ class Engine:
             row.grows = may_grow(request, self.config) and not self.settings.deterministic
             # By the adapter's number, which is never used again, as its slot is.
             if self.settings.enable_prefix_caching:
-                row.prefix = prefix_of(request, prompt, row.row_capacity, self.config)
+                chunk = self.settings.fixed_chunk
+                row.prefix = prefix_of(request, prompt, row.row_capacity, self.config, chunk)
         if slot != request.lora_adapter:
             row.request = replace(request, lora_adapter=slot)
         with self._lock:
@@ -415,12 +416,11 @@ class Engine:
         scheduler = InterruptibleScheduler(
             self.settings.max_batch_size,
             runner.decoder.cache.capacity,
-            PREFILL_TOKENS[runner.device.type],
+            self.settings.fixed_chunk or PREFILL_TOKENS[runner.device.type],
             self.statistics,
             recorded_tokens=runner.recorded_tokens,
             inter_token_target=self.settings.inter_token_target,
-            draft_model=runner.draft is not None,
-            draft_head=runner.draft is not None and runner.draft.is_head,
+            drafts=runner.draft_options,
             snapshots=runner.decoder.cache.row_states.snapshots,
             stages=stages,
             one_by_one=self.settings.deterministic,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from concurrent.futures import wait
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from launcher_scripts.common.errors import ConfigError
+from launcher_scripts.contract import metric_names as names
 from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest, SamplingParameters
-from launcher_scripts.engine.engine import STEPS_AHEAD, Engine, EngineSettings
+from launcher_scripts.engine.engine import STEPS_AHEAD, Engine
 from launcher_scripts.engine.runner import graphs as recording
+from launcher_scripts.engine.runner import loading
 from launcher_scripts.models.adapters import Adapters
 from tests.engine.small_models import (
     EagerGraphs,
@@ -28,7 +30,9 @@ from tests.engine.small_models import (
     small_config,
 )
 from tests.engine.small_t5 import GATED, NEMO, SOURCE, as_encoder, t5_config, t5_tensors
+from tests.engine.test_drafts import accepted, tried
 from tests.engine.test_lora import GATED as ROPE
+from tests.engine.test_statistics import values
 
 LORA = Adapters(
     lora_names=("sql", "law"), lora_rank=3, lora_targets=lora_targets(small_config(**ROPE))
@@ -167,9 +171,83 @@ def test_a_pass_takes_one_prompt() -> None:
     engine.close()
 
 
-@pytest.mark.parametrize(
-    "other", [{"enable_prefix_caching": True}, {"draft_checkpoint_dir": Path("draft")}]
-)
-def test_what_computes_rows_in_other_passes_is_refused(other: dict[str, object]) -> None:
-    with pytest.raises(ConfigError, match="a deterministic model cannot have"):
-        EngineSettings(Path("unused"), deterministic=True, **other)  # type: ignore[arg-type]
+def prefixed(count: int) -> list[GenerateRequest]:
+    """Prompts that begin alike, go on in their own ways, or repeat themselves; some draft."""
+    draw = random.Random(count)
+    stem = tuple(draw.randrange(60) for _ in range(50))
+    return [
+        replace(
+            request,
+            input_ids=(*stem[: draw.choice((20, 35, 50))], *request.input_ids[:15] * 2),
+            output_len=12,
+        )
+        for request in requests(draw, "rope", count)
+        if request.sampling.beam_width == 1
+    ]
+
+
+def check_prefixes(build: Callable[[], Engine], count: int = 12) -> tuple[float, float]:
+    """Rows of a new server each, of one in order, and all together, found prefixes or not: the same
+    bits. Returns the number of draft tokens, and of those that came.
+    """
+    made = prefixed(count)
+    alone = []
+    for request in made[:3]:
+        engine = build()
+        alone.append(answer(engine.submit(replace(request, num_speculative_tokens=0)).result(60)))
+        engine.close()
+    engine = build()
+    alone += [answer(engine.submit(request).result(60)) for request in made[3:]]
+    for turn in range(3):
+        order = random.Random(turn).sample(range(len(made)), len(made))
+        drafting = [replace(one, num_speculative_tokens=(0, 3, 8)[turn]) for one in made]
+        futures = [engine.submit(drafting[index]) for index in order]
+        wait(futures, 60)
+        for index, future in zip(order, futures, strict=True):
+            assert answer(future.result()) == alone[index]
+    assert values(engine.statistics, names.PREFIX_HITS)[""] > 0
+    engine.close()
+    return tried(engine), accepted(engine)
+
+
+@pytest.mark.parametrize("data_type", ["fp32", "bf16"])
+@pytest.mark.parametrize("graphs", [None, EagerGraphs()], ids=["launched", "graphs"])
+def test_found_prefixes_and_drafts_change_no_bit(
+    monkeypatch: pytest.MonkeyPatch, data_type: str, graphs: EagerGraphs | None
+) -> None:
+    """A hit ends where a pass of the prompt ends, and drafts take the places of padding."""
+    monkeypatch.setattr(loading, "FIXED_CHUNK", 32)
+    config, tensors = MODELS["rope"]
+    options = {"data_type": data_type, "max_batch_size": 12, "graphs": graphs}
+    drafted, _ = check_prefixes(
+        lambda: engine_for(
+            config, tensors(config), deterministic=True, enable_prefix_caching=True, **options
+        )
+    )
+    assert drafted > 5
+
+
+def test_a_draft_model_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "FIXED_CHUNK", 32)
+    config, tensors = MODELS["rope"]
+    model = tensors(config)
+    options = {"deterministic": True, "enable_prefix_caching": True, "draft": (config, model)}
+    drafted, came = check_prefixes(
+        lambda: engine_for(config, model, max_batch_size=12, **options), 8
+    )
+    assert drafted >= came > 20
+
+
+def test_what_decoding_left_is_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its keys come from other passes than those of a prompt."""
+    monkeypatch.setattr(loading, "FIXED_CHUNK", 32)
+    config, tensors = MODELS["rope"]
+    engine = engine_for(config, tensors(config), deterministic=True, enable_prefix_caching=True)
+    first = GenerateRequest(tuple(range(40)), 40)
+    said = engine.submit(first).result(60).output_ids
+    found = [
+        engine.submit(GenerateRequest(ids, 1)).result(60).num_cached_tokens
+        for ids in ((*first.input_ids, *said), first.input_ids[:33], first.input_ids[:32])
+    ]
+    assert found == [32, 32, 0]
+    engine.close()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from launcher_scripts.engine.runner import loading
 from tests.engine.small_models import engine_for, random_tensors
-from tests.engine.test_deterministic import LORA, check_company
+from tests.engine.test_deterministic import LORA, check_company, check_prefixes
 from tests.gpu import test_t5
 from tests.gpu.test_engine import MODERN, wider
 
@@ -41,3 +42,17 @@ def test_a_row_is_answered_as_alone(model: str, quantization: str | None, rows: 
     )
     check_company(engine, model, seed=rows)
     engine.close()
+
+
+@pytest.mark.parametrize("drafting", [False, True])
+@pytest.mark.parametrize("rows", ROWS)
+def test_found_prefixes_and_drafts_change_no_bit(
+    monkeypatch: pytest.MonkeyPatch, rows: int, drafting: bool
+) -> None:
+    monkeypatch.setattr(loading, "FIXED_CHUNK", 32)
+    config = MODELS["rope"]
+    tensors = random_tensors(config)
+    options = {"max_batch_size": rows, "deterministic": True, "enable_prefix_caching": True}
+    if drafting:
+        options["draft"] = config, tensors
+    check_prefixes(lambda: engine_for(config, tensors, device="cuda", data_type="bf16", **options))

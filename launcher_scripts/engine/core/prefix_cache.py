@@ -31,6 +31,7 @@ class Prefix:
     digests:  of the blocks that are there or will be, as far as computed says
     start:    first cache token;  computed: tokens there once everything launched has run
     read:     how many of them are in the draft model's cache, too
+    max_tokens: tokens of the text that others may find; None: all
     snapshots: behind how many tokens what is left of a row's states is kept, and where
     """
 
@@ -39,6 +40,7 @@ class Prefix:
     start: int = -1
     computed: int = 0
     read: int = 0
+    max_tokens: int | None = None
     snapshots: dict[int, int] = field(default_factory=dict)
 
     @property
@@ -48,6 +50,7 @@ class Prefix:
 
     def set_text(self, ids: Sequence[int]) -> None:
         """The blocks are those that `ids` fill; they begin as the text before did, or end there."""
+        ids = ids[: self.max_tokens]
         del self.digests[len(ids) // BLOCK_TOKENS :]
         digest = self.digests[-1] if self.digests else self.salt
         self.digests += block_digests(ids[self.tokens :], BLOCK_TOKENS, digest)
@@ -110,10 +113,14 @@ class PrefixCache(ExtentAllocator):
 
     snapshots: where rows have states beside those of their tokens, room for copies of them; then a
                prefix is only found as far as it has one, and what is behind its last is not kept
+    unit:      tokens of which a multiple is found
     """
 
-    def __init__(self, capacity: int, snapshots: Snapshots | None = None) -> None:
+    def __init__(
+        self, capacity: int, snapshots: Snapshots | None = None, unit: int = BLOCK_TOKENS
+    ) -> None:
         super().__init__(capacity)
+        self.unit = unit
         self.snapshots = snapshots
         self._holders: dict[bytes, dict[Prefix, None]] = {}  # by digest
         self._cached: dict[Prefix, None] = {}  # the least recently used first
@@ -124,9 +131,11 @@ class PrefixCache(ExtentAllocator):
         return super().free_tokens + self._cached_tokens
 
     def find(self, digests: Sequence[bytes]) -> CachedPrefix:
-        """The longest prefix of a text with such blocks, which counts as used."""
+        """The longest prefix of a text with such blocks, a multiple of `unit` tokens, which counts
+        as used."""
         coming = 0
-        for blocks in range(len(digests), 0, -1):
+        step = self.unit // BLOCK_TOKENS
+        for blocks in range(len(digests) // step * step, 0, -step):
             tokens = BLOCK_TOKENS * blocks
             for prefix in self._holders.get(digests[blocks - 1], ()):
                 snapshot = prefix.snapshots.get(tokens, -1)
@@ -264,13 +273,18 @@ class PrefixCache(ExtentAllocator):
 
 
 def prefix_of(
-    request: GenerateRequest, prompt: Sequence[int], max_tokens: int, config: ModelConfig
+    request: GenerateRequest,
+    prompt: Sequence[int],
+    max_tokens: int,
+    config: ModelConfig,
+    chunk: int | None = None,
 ) -> Prefix | None:
     """Return the prefix of a request without a session; None if it cannot be shared.
 
     max_tokens: how many tokens the row may come to have
+    chunk:      tokens of a pass where only full ones of a prompt are shared, see find
     """
-    if isinstance(config, ENCODER_DECODERS):
+    if isinstance(config, ENCODER_DECODERS) or (chunk and config.has_row_states):
         return None
     longer = False
     if isinstance(config, GPTConfig) and config.rotary_scaling in ("longrope", "dynamic"):
@@ -283,5 +297,7 @@ def prefix_of(
     tuning = (request.ia3_task, request.lora_adapter, request.prompt_task)
     key = (request.cache_salt, *tuning, table, longer)
     prefix = Prefix(blake2b(repr(key).encode()).digest())
+    if chunk:
+        prefix.max_tokens = len(prompt) // chunk * chunk
     prefix.set_text(prompt)
     return prefix

@@ -30,7 +30,9 @@ from launcher_scripts.engine.core.row import (
 from launcher_scripts.engine.core.session import Session
 from launcher_scripts.engine.core.statistics import Statistics
 from launcher_scripts.engine.core.step_budget import (
+    NO_MODEL,
     TOKENS_PER_DECODING_ROW,
+    DraftOptions,
     Limits,
     PromptBudget,
     RowExtents,
@@ -79,7 +81,7 @@ class Scheduler:
                     ascending; None: rows do not decode in passes over prompts
     inter_token_target: seconds that a step over prompts may take, so that rows which decode get
                     their next tokens, and new prompts their turn; 0: as long as prefill_tokens take
-    draft_model:    whether there is one;  draft_head: and it is a head
+    drafts:         sources and limit of drafts
     stages:         pipeline stages, which work on different rows at a time
     one_by_one:     whether a pass takes one prompt, and one source
     snapshots:      copies of rows' states that there is room for; 0: rows have no such states
@@ -94,8 +96,7 @@ class Scheduler:
         *,
         recorded_tokens: Callable[[int], list[int]] | None = None,
         inter_token_target: float = 0.0,
-        draft_model: bool = False,
-        draft_head: bool = False,
+        drafts: DraftOptions = NO_MODEL,
         stages: int = 1,
         one_by_one: bool = False,
         snapshots: int = 0,
@@ -103,7 +104,8 @@ class Scheduler:
         self._free_slots = list(range(slots))[::-1]
         self._running: dict[int, Row] = {}
         retained = Snapshots(slots + 1, snapshots) if snapshots else None
-        self._cache = PrefixCache(cache_tokens, retained)
+        unit = prefill_tokens // BLOCK_TOKENS * BLOCK_TOKENS if one_by_one else BLOCK_TOKENS
+        self._cache = PrefixCache(cache_tokens, retained, max(unit, BLOCK_TOKENS))
         self._states = StateCopies(self._cache)
         self._extents = RowExtents(self._cache, self._running)
         self._prefill_tokens = prefill_tokens
@@ -112,7 +114,7 @@ class Scheduler:
             prefill_tokens, recorded_tokens, inter_token_target, one_by_one=one_by_one
         )
         self._applied_at = 0.0
-        self._draft_model, self._draft_head = draft_model, draft_head
+        self._drafts = drafts
         self._stages = stages
         self._one_by_one = one_by_one
         self._steps = 0
@@ -164,11 +166,9 @@ class Scheduler:
         under_way = min(len(self._launched), self._stages - 1)
         running = self._in_turn(self._steps - under_way)
         waiting = [row.prefill_length - row.prefilled for row in self._reading.values()]
-        reads = waiting or self._draft_model
+        reads = waiting or self._drafts.has_model
         limits = self._budget.limits(len(running), waiting) if reads else Limits(0, 0)
-        drafts, proposals = plan_drafts(
-            running, limits.tokens * self._draft_model, self._draft_head
-        )
+        drafts, proposals = plan_drafts(running, limits.tokens, self._drafts)
         drafting = [row for row in running if row.draft is not None]
         single = [row for row in running if row.hypotheses is None and row.draft is None]
         beams = [row for row in running if row.hypotheses is not None]

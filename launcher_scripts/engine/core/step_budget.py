@@ -285,6 +285,7 @@ class RowExtents:
 # A text of so many tokens that came before is copied. The next tokens after a shorter one are
 # foretold better by a draft model.
 COPIED_TOKENS = 8
+MAX_STEP_TOKENS = 1 << 30
 
 
 class Drafting(NamedTuple):
@@ -294,30 +295,53 @@ class Drafting(NamedTuple):
     proposals: tuple[Proposal, ...] = ()
 
 
-def plan_drafts(rows: Sequence[Row], draft_model_tokens: int, rereads: bool = False) -> Drafting:
+class DraftOptions(NamedTuple):
+    """The source of drafts besides texts, and their limit.
+
+    has_model:  there is a draft model;  rereads: it is a head, which reads what it has proposed
+                again, after the model
+    max_tokens: maximum number of tokens of the drafts of a step; None: no limit
+    """
+
+    has_model: bool = False
+    rereads: bool = False
+    max_tokens: int | None = None
+
+
+NO_MODEL, WITH_MODEL = DraftOptions(), DraftOptions(has_model=True)
+
+
+def plan_drafts(
+    rows: Sequence[Row], draft_model_tokens: int, options: DraftOptions = WITH_MODEL
+) -> Drafting:
     """Let each of the rows that wants one have a draft, as far as there is one.
 
     rows: those that get a token in the step
     draft_model_tokens: most tokens that the draft model reads in it; 0 where there is none
-    rereads: it reads what it has proposed again, after the model: a draft head
     """
     drafts, proposals = [], []
+    draft_model_tokens *= options.has_model
     minimum = COPIED_TOKENS if draft_model_tokens else 0
+    left = options.max_tokens or MAX_STEP_TOKENS
     for row in rows:
-        if row.lookup is None or not row.room:
+        room = min(row.room, left - 1)
+        if row.lookup is None or room < 1:
             continue
-        draft = row.lookup.draft(row.room, minimum)
+        draft = row.lookup.draft(room, minimum)
         if not draft and draft_model_tokens and row.is_readable:
-            proposal = _proposal(row, draft_model_tokens)
+            proposal = _proposal(row, draft_model_tokens, room)
             proposals.append(proposal)
             draft_model_tokens -= len(proposal.ids)
             if proposal.count:
-                row.draft = Draft(row.slot, row.cached, (row.tokens[-1],), proposal.count, rereads)
+                row.draft = Draft(
+                    row.slot, row.cached, (row.tokens[-1],), proposal.count, options.rereads
+                )
         if row.draft is None:
-            draft = draft or row.lookup.draft(row.room)
+            draft = draft or row.lookup.draft(room)
             row.draft = Draft(row.slot, row.cached, (row.tokens[-1], *draft)) if draft else None
         if row.draft is not None:
             drafts.append(row.draft)
+            left -= row.draft.tokens
     return Drafting(tuple(drafts), tuple(proposals))
 
 
@@ -344,15 +368,15 @@ def take_drafts(
         row.end_draft(len(read[slot]) - 1)
 
 
-def _proposal(row: Row, maximum: int) -> Proposal:
-    """The draft model reads at most `maximum` tokens, and proposes some if these are all."""
+def _proposal(row: Row, maximum: int, count: int) -> Proposal:
+    """The draft model reads at most `maximum` tokens, and proposes `count` if these are all."""
     past, prompt = row.read_by_draft, len(row.prompt)
     unread = (*row.prompt[past:], *row.tokens[max(past - prompt, 0) :])
     ids = unread[:maximum]
     row.read_by_draft += len(ids)
     if row.prefix is not None:
         row.prefix.read = row.read_by_draft
-    return Proposal(row.slot, past, ids, row.room if len(ids) == len(unread) else 0)
+    return Proposal(row.slot, past, ids, count if len(ids) == len(unread) else 0)
 
 
 # Of prompts and answers: the interval of snapshots, and how many of it one prompt takes.

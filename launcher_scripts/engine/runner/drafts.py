@@ -22,8 +22,20 @@ from launcher_scripts.engine.core.results import DraftCopy, StepResult, TokenCop
 from launcher_scripts.engine.core.row_state import NO_TOKEN, RowStates, indices
 from launcher_scripts.engine.core.sampler import SamplingBatch
 from launcher_scripts.engine.core.step_outputs import TokenChoice
-from launcher_scripts.engine.messages.plan import Draft, Plan, PrefillPart, Proposal, RowStart
+from launcher_scripts.engine.messages.plan import (
+    NO_TASK,
+    Bounds,
+    Choice,
+    Draft,
+    Plan,
+    PrefillPart,
+    Proposal,
+    RowStart,
+)
+from launcher_scripts.engine.model.forward_context import StepGraphs
+from launcher_scripts.engine.model.network import Network
 from launcher_scripts.engine.runner.prefill import Prefill
+from launcher_scripts.kernels.operands import RowColumns
 
 
 class DraftModel:
@@ -111,12 +123,24 @@ class Drafts:
     """Runs drafts on one rank."""
 
     def __init__(
-        self, prefill: Prefill, choice: TokenChoice, states: RowStates, device: torch.device
+        self,
+        prefill: Prefill,
+        choice: TokenChoice,
+        states: RowStates,
+        device: torch.device,
+        lanes: Lanes | None = None,
     ) -> None:
+        """lanes: runs the drafts' tokens where passes over them must not differ from decode steps
+
+        are_possible: drafts may be tried
+        """
         self._prefill = prefill
         self._choice = choice
         self._states = states
         self._device = device
+        self._lanes = lanes
+        self._least = Choice.GREEDY if lanes is None else Choice.SAMPLED
+        self.are_possible = lanes is None or lanes.are_possible
 
     def run(
         self,
@@ -137,11 +161,15 @@ class Drafts:
         if proposed is not None:
             waiting = [at for at, draft in enumerate(drafts) if draft.proposed]
             ids[indices(waiting, self._device), 1 : 1 + proposed.shape[1]] = proposed
-        logits = self._prefill.logits(
-            [_after(row, draft) for row, draft in pairs],
-            [PrefillPart(draft.slot, draft.past, draft.tokens) for draft in drafts],
-            ids.flatten()[indices(_offsets(drafts, max_len), self._device)],
-        )
+        tokens = ids.flatten()[indices(_offsets(drafts, max_len), self._device)]
+        if self._lanes is None:
+            logits = self._prefill.logits(
+                [_after(row, draft) for row, draft in pairs],
+                [PrefillPart(draft.slot, draft.past, draft.tokens) for draft in drafts],
+                tokens,
+            )
+        else:
+            logits = self._lanes.logits(pairs, tokens)
         past = indices([draft.past for draft in drafts], self._device)
         columns: list[TokenCopy] = []
         sampled = self._sampled(logits, pairs, past, max_len, columns)
@@ -165,7 +193,7 @@ class Drafts:
 
         past: [R], cache tokens of the rows before the drafts
         """
-        batch = SamplingBatch([row for row, _ in pairs], self._device)
+        batch = SamplingBatch([row for row, _ in pairs], self._device, self._least)
         slots = [draft.slot for _, draft in pairs]
         counts = [draft.tokens for _, draft in pairs]
         first = [sum(counts[:at]) for at in range(len(counts))]
@@ -178,6 +206,65 @@ class Drafts:
             columns.append(TokenCopy(slots, sampled, batch.scored_rows))
             selected.append(sampled.tokens)
         return torch.stack(selected, 1)
+
+
+class Lanes:
+    """The tokens of drafts as rows of a decode step, each in a lane of its own.
+
+    All decode steps of a deterministic model have the same shape, in which many rows are padding. A
+    draft's tokens take their places: the logits after a token are those of a step of its own, to
+    the last bit, and cost no more.
+
+    count: of lanes, the rows of every step;  bounds: of every step
+    """
+
+    def __init__(
+        self, network: Network, graphs: StepGraphs | None, count: int, bounds: Bounds
+    ) -> None:
+        self._network = network
+        self._graphs = graphs
+        self._bounds = bounds
+        self.count = count
+        recurs = network.config.has_row_states
+        self.are_possible = network.step is not None and not recurs and not bounds.general
+
+    def logits(self, pairs: Sequence[tuple[RowStart, Draft]], tokens: Tensor) -> Tensor | None:
+        """Return the logits [N, vocab] after each of the tokens [N], draft after draft."""
+        starts, lengths, adapters = (
+            [value for row, draft in pairs for value in values_of(row, draft)]
+            for values_of in (
+                lambda row, draft: [row.start] * draft.tokens,
+                lambda _, draft: range(draft.past, draft.past + draft.tokens),
+                lambda row, draft: [row.lora_adapter] * draft.tokens,
+            )
+        )
+        padding = self.count + 1 - len(starts)
+        columns = torch.tensor(
+            [
+                [*starts, *[self._network.cache.scratch] * padding],
+                [*lengths, *[0] * padding],
+                [*adapters, *[NO_TASK] * padding],
+            ]
+        ).to(tokens.device, non_blocking=True)
+        tokens = torch.cat([tokens, tokens.new_zeros(padding)])
+        packed = torch.cat([tokens, columns.flatten()])
+        if self._graphs is None:
+            logits = self._step(packed)
+        else:
+            logits = self._graphs.run(("lanes", self.count), packed, self._step)
+        return None if logits is None else logits[: len(starts)]
+
+    def _step(self, packed: Tensor) -> Tensor | None:
+        step, network = self._network.step, self._network
+        if step is None:
+            raise RuntimeError("drafts of a deterministic model need the fast decode step")
+        token, start, length, adapters = (column.clone() for column in packed.view(4, -1))
+        none = torch.zeros_like(start)
+        columns = RowColumns(token, start, length, none, none)
+        lanes = torch.arange(self.count, device=packed.device)
+        adapters = adapters[:-1] if self._bounds.lora else None
+        x = step.forward(columns, lanes, self._bounds, adapters)
+        return step.logits(x) if network.communicator.is_last_stage else None
 
 
 def _after(row: RowStart, draft: Draft) -> RowStart:

@@ -16,6 +16,7 @@ from launcher_scripts.engine.core.beam_search import BeamBatch, BeamSearch, Cand
 from launcher_scripts.engine.core.results import BeamCopy, EncodedRow, StepResult
 from launcher_scripts.engine.core.row_state import RowStates, indices
 from launcher_scripts.engine.core.sampler import Sampled, SamplingBatch
+from launcher_scripts.engine.core.step_budget import DraftOptions
 from launcher_scripts.engine.core.step_outputs import TokenChoice
 from launcher_scripts.engine.distributed.communicator import Communicator
 from launcher_scripts.engine.messages.plan import Bounds, Choice, Plan, RowStart, StepShape
@@ -23,7 +24,7 @@ from launcher_scripts.engine.model.draft_head import DraftHead
 from launcher_scripts.engine.model.forward_context import StepGraphs
 from launcher_scripts.engine.model.layers import Chunk, Rows, SourceRows
 from launcher_scripts.engine.model.network import Encoded, Network
-from launcher_scripts.engine.runner.drafts import DraftModel, Drafts
+from launcher_scripts.engine.runner.drafts import DraftModel, Drafts, Lanes
 from launcher_scripts.engine.runner.graphs import (
     bucket_bounds,
     bucket_reorder,
@@ -160,9 +161,12 @@ class Runner:
         self._prefill = Prefill(
             decoder, communicator, self.states, self._choice, self.beams, self._graphs, device
         )
-        self._drafts = Drafts(self._prefill, self._choice, self.states, device)
         self._has_ia3 = adapters_of(decoder.config).ia3_num_tasks > 0
         self._has_lora = bool(adapters_of(decoder.config).loras.count)
+        lanes = None
+        if deterministic:
+            lanes = Lanes(decoder, graphs, slots, self._bucketed(Bounds()))
+        self.drafts = Drafts(self._prefill, self._choice, self.states, device, lanes)
         self.draft = draft
         self._draft_model: DraftModel | None = None
         if draft is not None:
@@ -174,6 +178,15 @@ class Runner:
         """See Scheduler."""
         mixes = self._mixes([])
         return partial(recorded_tokens, max_rows=self.states.padding_slot) if mixes else None
+
+    @property
+    def draft_options(self) -> DraftOptions:
+        """See plan_drafts; a deterministic model tries drafts in the rows of a decode step."""
+        return DraftOptions(
+            self.draft is not None,
+            self.draft is not None and self.draft.is_head,
+            self._slots if self._deterministic else None,
+        )
 
     @property
     def is_head(self) -> bool:
@@ -230,7 +243,7 @@ class Runner:
             self._prefill.run(prompts, plan.prefill, result, decoding, bounds)
         if plan.drafts:
             rows = [self._rows[draft.slot] for draft in plan.drafts]
-            self._drafts.run(rows, plan.drafts, proposed, result)
+            self.drafts.run(rows, plan.drafts, proposed, result)
         if plan.beams:
             self._decode_with_beams(plan, result)
         elif plan.decode and not (plan.prefill and mixed):
