@@ -49,7 +49,7 @@ try:
         check_grammar,
         check_keys,
         fill_in,
-        normalized,
+        normalized_arguments,
         register_file_source,
         with_stage_options,
         with_texts_of_variables,
@@ -150,7 +150,7 @@ def explain(arguments: list[str], answer: str) -> None:
 if __name__ == "__main__":
     register()
     try:
-        sys.argv[1:] = with_stage_options(normalized(sys.argv[1:]))
+        sys.argv[1:] = with_stage_options(normalized_arguments(sys.argv[1:]))
         check_grammar(sys.argv[1:])
         sys.argv[1:] = with_texts_of_variables(sys.argv[1:])
         check_choices(sys.argv[1:], CHECKOUT / "conf")

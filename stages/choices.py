@@ -152,7 +152,7 @@ def _is_changed(value: Any, text: str) -> bool:
     return isinstance(value, (bool, int, float)) and str(value) not in re.findall(r"[\w.+-]+", text)
 
 
-def normalized(arguments: Iterable[str]) -> list[str]:
+def normalized_arguments(arguments: Iterable[str]) -> list[str]:
     """The arguments as Hydra reads them: lists in one piece, and names of the configuration.
 
     `stages=export,deploy`, lists with spaces, other names of cluster types and former names of

@@ -138,7 +138,7 @@ def open_export(settings: ExportSettings) -> OpenedExport:
         base = open_source(archive, settings.source, hints)
         adapted = with_adapters(base, settings, scratch)
         checkpoint: SourceCheckpoint = adapted or base
-        files = tokenizer_files.collect(settings.tokenizer, checkpoint.tokenizer_files)
+        files = tokenizer_files.collect_tokenizer(settings.tokenizer, checkpoint.tokenizer_files)
         config = _with_token_ids(settings, checkpoint, files)
         if adapted:
             config = adapted.with_start_id(config)

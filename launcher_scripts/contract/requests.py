@@ -343,7 +343,7 @@ def pack(rows: Iterable[PlainDelta]) -> NDArray[np.int32]:
     return np.fromiter(numbers, np.int32, len(numbers)).reshape(1, 1, -1)
 
 
-def unpack(packed: NDArray[np.int32]) -> Iterator[RowDelta]:
+def unpack_deltas(packed: NDArray[np.int32]) -> Iterator[RowDelta]:
     """The rows of `pack`."""
     numbers = packed.reshape(-1).tolist()
     offset = 0

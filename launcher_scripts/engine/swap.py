@@ -43,7 +43,7 @@ from launcher_scripts.engine.runner.refit_source import RefitSource
 from launcher_scripts.engine.runner.weight_exchange import (
     HOST,
     check_memory,
-    open_export,
+    open_exchanged_export,
 )
 from launcher_scripts.models import value_count
 from launcher_scripts.models.family import ModelConfig
@@ -124,7 +124,7 @@ class WeightSwaps:
         """
         began = time.perf_counter()
         with self._operations():
-            checkpoint = open_export(self._engine.settings, folder, self._engine.config)
+            checkpoint = open_exchanged_export(self._engine.settings, folder, self._engine.config)
             manifest = DigestChain.of(checkpoint.folder)
             self._check_memory(checkpoint)
             references = self._references(checkpoint, partial(full_tensor, checkpoint))

@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 
 from launcher_scripts.clients.async_connection import ServerFailure, TritonServer
-from launcher_scripts.contract.requests import NO_STREAM, RowDelta, open_id, row_id, unpack
+from launcher_scripts.contract.requests import NO_STREAM, RowDelta, open_id, row_id, unpack_deltas
 
 OUTPUTS = ["news"]
 FAILURES = (ServerFailure, grpc.RpcError)  # what a TritonServer's streams raise
@@ -165,7 +165,7 @@ class SharedStreamReader:
     def _hand_out(self, packed: Any) -> None:
         """Put what a response brings where the rows find it."""
         telling = bool(self._untold)
-        for delta in unpack(packed):
+        for delta in unpack_deltas(packed):
             inbox = self._rows.get(delta.number)
             if inbox is None:
                 continue

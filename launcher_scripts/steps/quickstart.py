@@ -28,12 +28,12 @@ if __name__ == "__main__":
     check_packages("quickstart")
 
 from launcher_scripts.checkpoint.formats.nemo_config import COMPANIONS
-from launcher_scripts.checkpoint.sources.gguf_tokenizer import tokenizer_files
+from launcher_scripts.checkpoint.sources.gguf_tokenizer import gguf_tokenizer_files
 from launcher_scripts.checkpoint.sources.nemo_writer import (
     GGUFLlama,
     artifact_name,
     nemo_config,
-    stack_layers,
+    stacked_tensors,
     write_nemo,
 )
 from launcher_scripts.common.command_line import CommandParser, hydra_value
@@ -93,12 +93,12 @@ def write_nemo_file(source: Path, path: Path) -> Path:
     """Write a GGUF file as a .nemo file, in place of an earlier one."""
     print(f"Writing {source.name} as the NeMo checkpoint {path}", flush=True)
     llama = GGUFLlama(source)
-    files = tokenizer_files(llama.metadata)
+    files = gguf_tokenizer_files(llama.metadata)
     keys = {"model": "tokenizer.json", **COMPANIONS}
     named = {key: name for key, name in keys.items() if name in files}
     artifacts = {key: artifact_name(name, files[name]) for key, name in named.items()}
     config = nemo_config(llama, artifacts, QUERY_GROUPS)
-    tensors = stack_layers(llama.weights(QUERY_GROUPS), gated=True)
+    tensors = stacked_tensors(llama.weights(QUERY_GROUPS), gated=True)
     contents = {artifacts[key]: files[name] for key, name in named.items()}
     write_nemo(path, config, tensors, contents, overwrite=True)
     return path

@@ -23,7 +23,7 @@ from launcher_scripts.checkpoint.export import export
 from launcher_scripts.checkpoint.fastertransformer.config_ini import format_config
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
 from launcher_scripts.checkpoint.model_repository import ModelRepository, reject_existing_models
-from launcher_scripts.checkpoint.tokenizers.tokenizer_files import collect, with_token_ids
+from launcher_scripts.checkpoint.tokenizers.tokenizer_files import collect_tokenizer, with_token_ids
 from launcher_scripts.common.errors import ConfigError, Problems
 from launcher_scripts.common.files import atomic_write
 from launcher_scripts.common.parallelism import Parallelism
@@ -130,7 +130,7 @@ def write_examples(settings: ExampleSettings) -> None:
     configs, tokenizers = {}, {}
     for name in exports:
         config = EXAMPLES[name].config
-        tokenizers[name] = collect(settings.tokenizer, partial(byte_tokenizer, config))
+        tokenizers[name] = collect_tokenizer(settings.tokenizer, partial(byte_tokenizer, config))
         configs[name] = with_token_ids(config, settings.tokenizer, tokenizers[name], has_ids=True)
     for name, entry in exports.items():
         config, tp_size = configs[name], settings.tensor_parallel_size

@@ -23,7 +23,7 @@ from launcher_scripts.contract.requests import (
     pack,
     row_id,
     shared_id,
-    unpack,
+    unpack_deltas,
 )
 from tests.backend.fakes import Request
 from tests.backend.test_answers import Engine
@@ -34,7 +34,7 @@ IDS = st.integers(0, (1 << 31) - 1)
 
 @given(st.lists(st.builds(RowDelta, IDS, st.lists(IDS).map(tuple), st.booleans(), IDS)))
 def test_what_is_packed_is_unpacked(rows: list[RowDelta]) -> None:
-    assert list(unpack(pack(rows))) == rows
+    assert list(unpack_deltas(pack(rows))) == rows
 
 
 def test_ids_of_requests() -> None:
@@ -78,7 +78,9 @@ class Stream:
     def news(self) -> list[list[RowDelta]]:
         """Of the responses after the first, which opened the stream."""
         responses = self.client.answers[1:]
-        return [list(unpack(each.tensors["news"].numpy())) for each in responses if each.tensors]
+        return [
+            list(unpack_deltas(each.tensors["news"].numpy())) for each in responses if each.tensors
+        ]
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import yaml
 
 from launcher_scripts.checkpoint.fastertransformer.config_ini import read_config
 from launcher_scripts.checkpoint.sources.core_layers import pattern_of
-from launcher_scripts.checkpoint.sources.core_options import of_bridge, of_nemo2, read_gpt
+from launcher_scripts.checkpoint.sources.core_options import of_bridge, of_nemo2, read_core_gpt
 from launcher_scripts.common.errors import CheckpointError
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.contract.requests import GenerateRequest
@@ -113,7 +113,7 @@ def test_what_a_provider_does_not_say(of: Any, provider: str) -> None:
         "mamba_num_groups": 2,
     }
     options = of(raw, "it")
-    config = read_gpt(options).config(8)
+    config = read_core_gpt(options).config(8)
     assert config.layer_branches == "mamba2,mlp,attention"
     assert (config.mamba_num_heads, config.mamba_state_size, config.conv_kernel) == (8, 128, 4)
     assert (config.position_embedding, config.normalization) == ("none", "rmsnorm")
@@ -427,7 +427,7 @@ def test_lora_of_latent_attention_and_delta_nets(kind: str, tmp_path: Path) -> N
 def test_what_is_not_computed_is_refused(changes: dict[str, Any], message: str) -> None:
     least = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 16}
     with pytest.raises(CheckpointError, match=message):
-        read_gpt(of_bridge({**least, "position_embedding_type": "rope", **changes}, "it"))
+        read_core_gpt(of_bridge({**least, "position_embedding_type": "rope", **changes}, "it"))
 
 
 def test_a_part_of_a_tensor_that_is_missing(tmp_path: Path) -> None:

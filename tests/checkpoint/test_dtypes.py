@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from launcher_scripts.checkpoint.formats.source_tensor import (
     BFLOAT16,
-    converted,
+    as_dtype,
     to_bfloat16,
     widened,
 )
@@ -61,7 +61,7 @@ def half_edges() -> np.ndarray:
 
 
 def as_half(values: np.ndarray) -> np.ndarray:
-    return converted(values, np.dtype("<f2")).view("<u2")
+    return as_dtype(values, np.dtype("<f2")).view("<u2")
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")
@@ -81,7 +81,7 @@ def test_any_bits_as_half(bits: list[int]) -> None:
 
 def test_beyond_the_range_of_float16_is_infinite_without_a_warning() -> None:
     values = np.array([65519.0, 65520.0, -1e30], "<f4")
-    assert converted(values, np.dtype("<f2")).tolist() == [65504.0, np.inf, -np.inf]
+    assert as_dtype(values, np.dtype("<f2")).tolist() == [65504.0, np.inf, -np.inf]
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")
@@ -90,7 +90,7 @@ def test_every_bfloat16(target: str) -> None:
     """Twice as many values as are converted at a time."""
     bits = np.tile(np.arange(1 << 16, dtype="<u2"), 2).reshape(2, -1)
     values = (bits.astype("<u4") << 16).view("<f4")
-    found = converted(bits.view(BFLOAT16), np.dtype(target))
+    found = as_dtype(bits.view(BFLOAT16), np.dtype(target))
     expected = values.astype(target)
     assert found.shape == expected.shape
     assert found.tobytes() == expected.tobytes()
@@ -104,4 +104,4 @@ def test_more_values_than_are_converted_at_a_time(source: str, target: np.dtype)
         expected = rounded_by_torch(values.astype("<f4"))
     else:
         expected = values.astype(target)
-    assert converted(values, target).tobytes() == expected.tobytes()
+    assert as_dtype(values, target).tobytes() == expected.tobytes()

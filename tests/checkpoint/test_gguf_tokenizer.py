@@ -9,8 +9,8 @@ import transformers
 
 from launcher_scripts.checkpoint.sources.gguf_tokenizer import (
     build_tokenizer,
-    special_tokens,
-    tokenizer_files,
+    gguf_special_tokens,
+    gguf_tokenizer_files,
     tokenizer_metadata,
 )
 from launcher_scripts.common.errors import CheckpointError
@@ -68,13 +68,13 @@ def test_no_token_is_added_around_a_text():
 
 def test_special_tokens_are_those_the_file_names():
     named = metadata(bos_token_id=1, eos_token_id=0)
-    assert special_tokens(named) == {"bos_token": "<tool>", "eos_token": "<|end|>"}
+    assert gguf_special_tokens(named) == {"bos_token": "<tool>", "eos_token": "<|end|>"}
 
 
 def files(**changes):
     return {
         name: json.loads(content)
-        for name, content in tokenizer_files(
+        for name, content in gguf_tokenizer_files(
             metadata(bos_token_id=1, eos_token_id=0, **changes)
         ).items()
     }
@@ -100,7 +100,9 @@ def test_start_and_end_are_added_as_the_file_says_or_its_kind_does(changes, expe
 
 def test_chat_templates_stand_where_transformers_looks_for_them(tmp_path):
     one = {"tokenizer.chat_template": "{{ bos_token }}{{ messages[0].content }}"}
-    for name, content in tokenizer_files(metadata(bos_token_id=1, eos_token_id=0, **one)).items():
+    for name, content in gguf_tokenizer_files(
+        metadata(bos_token_id=1, eos_token_id=0, **one)
+    ).items():
         (tmp_path / name).write_bytes(content)
     loaded = transformers.AutoTokenizer.from_pretrained(tmp_path)
     messages = [{"role": "user", "content": "ab"}]

@@ -17,9 +17,9 @@ from launcher_scripts.checkpoint.sources.core_options import (
     of_arguments,
     of_bridge,
     of_nemo2,
-    read_gpt,
+    read_core_gpt,
 )
-from launcher_scripts.checkpoint.sources.core_t5 import read_t5
+from launcher_scripts.checkpoint.sources.core_t5 import read_core_t5
 from launcher_scripts.common.errors import CheckpointError
 
 NEMO2 = "nemo253_llama31_a/checkpoint/model--step=10-consumed_samples=40.0-last"
@@ -74,24 +74,24 @@ def test_the_tracker_says_which_iteration_is_meant(data_dir: Path, tmp_path: Pat
 
 def test_the_epsilon_has_two_names() -> None:
     newer = {**ARGUMENTS, "norm_epsilon": None, "layernorm_epsilon": 1e-7}
-    assert read_gpt(of_arguments(ARGUMENTS, "")).fields["norm_eps"] == 1e-6
-    assert read_gpt(of_arguments(newer, "")).fields["norm_eps"] == 1e-7
+    assert read_core_gpt(of_arguments(ARGUMENTS, "")).fields["norm_eps"] == 1e-6
+    assert read_core_gpt(of_arguments(newer, "")).fields["norm_eps"] == 1e-7
 
 
 def test_megatrons_models_ignore_the_factor_of_their_arguments() -> None:
     args = {**ARGUMENTS, "use_rope_scaling": True, "position_embedding_type": "rope"}
     asked = of_arguments({**args, "rope_scaling_factor": 32.0}, "")
-    assert read_gpt(asked).fields["rotary_scaling_factor"] == 8.0
+    assert read_core_gpt(asked).fields["rotary_scaling_factor"] == 8.0
     assert "asked for rope_scaling_factor 32.0, but" in asked.notes[0]
     assert of_arguments(args, "").notes == ()
     bridge = {**ARGUMENTS, "rope_scaling": True, "rope_scaling_factor": 32.0}
-    assert read_gpt(of_bridge(bridge, "")).fields["rotary_scaling_factor"] == 32.0
+    assert read_core_gpt(of_bridge(bridge, "")).fields["rotary_scaling_factor"] == 32.0
 
 
 def test_nemos_class_says_whether_ropes_are_scaled() -> None:
-    assert read_gpt(of_nemo2(ARGUMENTS, "")).fields.get("rotary_scaling") is None
+    assert read_core_gpt(of_nemo2(ARGUMENTS, "")).fields.get("rotary_scaling") is None
     scaled = {**ARGUMENTS, "scale_factor": 4, "old_context_len": 1024}
-    fields = read_gpt(of_nemo2(scaled, "")).fields
+    fields = read_core_gpt(of_nemo2(scaled, "")).fields
     assert (fields["rotary_scaling_factor"], fields["rotary_original_positions"]) == (4.0, 1024)
 
 
@@ -105,7 +105,7 @@ def test_nemos_class_says_whether_ropes_are_scaled() -> None:
     ],
 )
 def test_activations(said, activation, gated) -> None:
-    fields = read_gpt(of_arguments(ARGUMENTS | said, "")).fields
+    fields = read_core_gpt(of_arguments(ARGUMENTS | said, "")).fields
     assert (fields["activation"], fields["gated"]) == (activation, gated)
 
 
@@ -132,7 +132,7 @@ def test_activations(said, activation, gated) -> None:
 )
 def test_what_is_not_known_is_refused_by_name(said, words) -> None:
     with pytest.raises(CheckpointError, match=words):
-        read_gpt(of_arguments(ARGUMENTS | said, "the arguments"))
+        read_core_gpt(of_arguments(ARGUMENTS | said, "the arguments"))
 
 
 EXPERTS = {"num_experts": 8, "add_bias_linear": False}
@@ -158,7 +158,7 @@ EXPERTS = {"num_experts": 8, "add_bias_linear": False}
 )
 def test_experts_that_work_in_other_ways_are_refused_by_name(key, value) -> None:
     with pytest.raises(CheckpointError, match=rf"1 problem in the arguments:\n.*{key}"):
-        read_gpt(of_arguments(ARGUMENTS | EXPERTS | {key: value}, "the arguments"))
+        read_core_gpt(of_arguments(ARGUMENTS | EXPERTS | {key: value}, "the arguments"))
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_experts_that_work_in_other_ways_are_refused_by_name(key, value) -> None
 )
 def test_layers_without_experts(said, dense) -> None:
     more = {"num_layers": 4, "moe_layer_freq": said, "moe_ffn_hidden_size": 12}
-    config = read_gpt(of_arguments({**ARGUMENTS, **EXPERTS, **more}, "")).config(8)
+    config = read_core_gpt(of_arguments({**ARGUMENTS, **EXPERTS, **more}, "")).config(8)
     assert config.dense_layers == dense
     assert config.dense_ffn_size == (dense and ARGUMENTS["ffn_hidden_size"])
     assert config.ffn_size == 12
@@ -175,20 +175,20 @@ def test_layers_without_experts(said, dense) -> None:
 @pytest.mark.parametrize(("per_token", "normalized"), [(1, False), (2, True)])
 def test_sigmoids_of_several_experts_are_normalized(per_token, normalized) -> None:
     more = {"moe_router_score_function": "sigmoid", "moe_router_topk": per_token}
-    config = read_gpt(of_arguments({**ARGUMENTS, **EXPERTS, **more}, "")).config(8)
+    config = read_core_gpt(of_arguments({**ARGUMENTS, **EXPERTS, **more}, "")).config(8)
     assert config.normalized_experts is normalized
     assert config.router_score_function == "sigmoid"
 
 
 def test_the_settings_of_experts_mean_nothing_without_experts() -> None:
     options = of_arguments(ARGUMENTS | {"moe_router_score_function": "sigmoid", "moe_x": 1}, "")
-    assert "num_experts" not in read_gpt(options).fields
+    assert "num_experts" not in read_core_gpt(options).fields
     assert options.check_keys() == ()
 
 
 def test_what_a_training_drops_is_noted() -> None:
     options = of_arguments(ARGUMENTS | EXPERTS | {"moe_expert_capacity_factor": 1.5}, "here")
-    read_gpt(options)
+    read_core_gpt(options)
     assert options.check_keys() == ("here: nothing reads moe_expert_capacity_factor=1.5",)
 
 
@@ -204,7 +204,7 @@ def test_what_a_training_drops_is_noted() -> None:
 )
 def test_windows(said, window, full) -> None:
     options = of_arguments({**ARGUMENTS, "num_layers": 4, **said}, "")
-    config = read_gpt(options).config(8)
+    config = read_core_gpt(options).config(8)
     assert (config.sliding_window, config.full_attention_layers) == (window, full)
     assert options.check_keys() == ()
 
@@ -214,14 +214,14 @@ def test_windows(said, window, full) -> None:
 )
 def test_layers_without_rotary_positions(said, layers) -> None:
     options = of_arguments({**ARGUMENTS, "num_layers": 4, "no_rope_freq": said}, "")
-    assert read_gpt(options).config(8).unrotated_layers == layers
+    assert read_core_gpt(options).config(8).unrotated_layers == layers
     assert options.check_keys() == ()
 
 
 @pytest.mark.parametrize("said", [-1, [1, 0], [2, 0, 0, 0], [[], 0, 0, 0], "2"])
 def test_layers_without_rotary_positions_are_named_wrongly(said) -> None:
     with pytest.raises(CheckpointError, match="no_rope_freq is not supported; got"):
-        read_gpt(of_arguments({**ARGUMENTS, "num_layers": 4, "no_rope_freq": said}, ""))
+        read_core_gpt(of_arguments({**ARGUMENTS, "num_layers": 4, "no_rope_freq": said}, ""))
 
 
 @pytest.mark.parametrize("name", ["GemmaConfig2B", "CodeGemmaConfig7B", "GemmaModelProvider"])
@@ -229,11 +229,11 @@ def test_layers_without_rotary_positions_are_named_wrongly(said) -> None:
 def test_gemmas_class_scales_the_embeddings(of, name) -> None:
     package = "nemo.collections.llm.gpt.model.gemma"
     said = {**ARGUMENTS, "_target_": f"{package}.{name}"}
-    assert read_gpt(of(said, "")).fields["embedding_scale"] == pytest.approx(32**0.5)
-    assert read_gpt(of(ARGUMENTS, "")).fields["embedding_scale"] is None
+    assert read_core_gpt(of(said, "")).fields["embedding_scale"] == pytest.approx(32**0.5)
+    assert read_core_gpt(of(ARGUMENTS, "")).fields["embedding_scale"] is None
     for later in ("Gemma2Config9B", "Gemma3ModelProvider"):
         with pytest.raises(CheckpointError, match=f"this class are not supported; got '.*{later}"):
-            read_gpt(of({**said, "_target_": f"{package}.{later}"}, ""))
+            read_core_gpt(of({**said, "_target_": f"{package}.{later}"}, ""))
 
 
 BRIDGE, NEMO, CORE = "megatron.bridge.models.", "nemo.collections.llm.", "megatron.core.models."
@@ -261,7 +261,7 @@ LOCAL = f"{CORE}gpt.gpt_layer_specs.get_gpt_layer_local_spec"
     ],
 )
 def test_classes_and_specs_that_build_a_plain_network(said: dict[str, Any]) -> None:
-    read_gpt(of_bridge({**ARGUMENTS, **said}, ""))
+    read_core_gpt(of_bridge({**ARGUMENTS, **said}, ""))
 
 
 @pytest.mark.parametrize(
@@ -283,13 +283,13 @@ def test_classes_and_specs_that_build_a_plain_network(said: dict[str, Any]) -> N
 def test_classes_and_specs_that_may_change_the_network(said: dict[str, Any]) -> None:
     (key,) = said
     with pytest.raises(CheckpointError, match=f"{key}.* not supported"):
-        read_gpt(of_bridge({**ARGUMENTS, **said}, ""))
+        read_core_gpt(of_bridge({**ARGUMENTS, **said}, ""))
 
 
 def test_all_that_is_wrong_with_a_t5_is_said_at_once() -> None:
     wrong = {"ffn_hidden_size": "wide", "norm_epsilon": "small", "kv_channels": "narrow"}
     tensors = {T5_TABLE: SourceTensor((7, 32), np.dtype(np.float32), ())}
     with pytest.raises(CheckpointError) as raised:
-        read_t5(of_arguments({**ARGUMENTS, **wrong}, "here"), tensors)
+        read_core_t5(of_arguments({**ARGUMENTS, **wrong}, "here"), tensors)
     for name in ("ffn_hidden_size", "layernorm_epsilon", "kv_channels"):
         assert name in str(raised.value)

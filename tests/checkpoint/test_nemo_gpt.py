@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from launcher_scripts.checkpoint.sources.nemo import NemoModel, nemo_version, read_gpt
+from launcher_scripts.checkpoint.sources.nemo import NemoModel, nemo_version, read_nemo_gpt
 from launcher_scripts.checkpoint.sources.training_options import TrainingOptions
 from launcher_scripts.common.errors import CheckpointError, Problems
 from launcher_scripts.models.gpt import GPTConfig
@@ -24,7 +24,7 @@ def options_of(raw: dict[str, Any]) -> TrainingOptions:
 
 
 def read(core: bool = False, local_norms: bool = False, **raw: Any) -> NemoModel:
-    return read_gpt(options_of({**LEAST, **raw}), core=core, local_norms=local_norms)
+    return read_nemo_gpt(options_of({**LEAST, **raw}), core=core, local_norms=local_norms)
 
 
 def test_defaults_are_nemos() -> None:

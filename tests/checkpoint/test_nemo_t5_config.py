@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import sentencepiece
 
-from launcher_scripts.checkpoint.sources.nemo import NemoModel, read_t5, t5_token_ids
+from launcher_scripts.checkpoint.sources.nemo import NemoModel, read_nemo_t5, t5_token_ids
 from launcher_scripts.checkpoint.sources.training_options import TrainingOptions
 from launcher_scripts.checkpoint.tokenizers.tokenizer_files import TokenIds
 from launcher_scripts.common.errors import Problems
@@ -26,7 +26,7 @@ def options_of(raw: dict[str, Any]) -> TrainingOptions:
 
 def read(encoder: dict[str, Any] | None = None, **raw: Any) -> NemoModel:
     stack = {**LEAST, **(encoder or {})}
-    return read_t5(options_of({"encoder": stack, "decoder": stack, **raw}))
+    return read_nemo_t5(options_of({"encoder": stack, "decoder": stack, **raw}))
 
 
 def test_defaults_are_nemos() -> None:
@@ -53,7 +53,7 @@ def test_defaults_are_nemos() -> None:
 
 def test_flat_files_describe_both_stacks() -> None:
     flat = {**LEAST, "max_position_embeddings": 32}
-    assert read_t5(options_of(flat)) == read(max_position_embeddings=32)
+    assert read_nemo_t5(options_of(flat)) == read(max_position_embeddings=32)
 
 
 SAID: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

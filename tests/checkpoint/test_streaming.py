@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from launcher_scripts.checkpoint.formats.source_tensor import BFLOAT16, converted
+from launcher_scripts.checkpoint.formats.source_tensor import BFLOAT16, as_dtype
 from launcher_scripts.checkpoint.layout import writing
 from launcher_scripts.checkpoint.layout.writing import NonfiniteValues, UnfitValues, strips
 from launcher_scripts.common.errors import CheckpointError
@@ -99,11 +99,11 @@ def test_what_is_no_finite_number(value: float, source: np.dtype, dtype: np.dtyp
     """It passes only where it is asked for, and is not an overflow of the export's making."""
     values = np.ones((70, 50), F4)
     values[69, 48] = value
-    values = converted(values, source).copy()
+    values = as_dtype(values, source).copy()
     for columns in ([values], [values.T]):
         with pytest.raises(NonfiniteValues, match="t has NaN or infinite values"):
             content(columns, dtype)
-        expected = converted(np.ascontiguousarray(columns[0]), dtype)
+        expected = as_dtype(np.ascontiguousarray(columns[0]), dtype)
         assert content(columns, dtype, allow_nonfinite=True) == expected.tobytes()
 
 

@@ -17,7 +17,7 @@ from launcher_scripts.checkpoint.sources.core_options import (
     of_arguments,
     of_bridge,
     of_nemo2,
-    read_gpt,
+    read_core_gpt,
 )
 from launcher_scripts.checkpoint.sources.training_options import IRRELEVANT, TrainingOptions
 from launcher_scripts.common.errors import CheckpointError, Problems
@@ -45,7 +45,7 @@ STORED = [
 
 
 def notes(options: Any) -> tuple[str, ...]:
-    read_gpt(options)
+    read_core_gpt(options)
     return options.check_keys()
 
 
@@ -62,7 +62,7 @@ def test_the_defaults_of_cores_configuration_leave_nothing_to_say(of: Any) -> No
 
 def test_the_configuration_of_a_nemo_training_leaves_nothing_to_say() -> None:
     options = TrainingOptions(NEMO, Problems("model_config.yaml"))
-    nemo.read_gpt(options, core=True, local_norms=False)
+    nemo.read_nemo_gpt(options, core=True, local_norms=False)
     assert options.check_keys() == ()
 
 

@@ -179,13 +179,13 @@ def test_a_model_of_the_core_has_its_twins_logits(
 def test_a_wrong_hyperparameter_of_the_core_is_caught(
     tmp_path: Path, data_dir: Path, monkeypatch: pytest.MonkeyPatch, wrong: dict[str, Any]
 ) -> None:
-    read = core_options.read_gpt
+    read = core_options.read_core_gpt
 
     def read_wrongly(options: Any) -> Any:
         right = read(options)
         return replace(right, fields={**right.fields, **wrong})
 
-    monkeypatch.setattr(core_options, "read_gpt", read_wrongly)
+    monkeypatch.setattr(core_options, "read_core_gpt", read_wrongly)
     settings = settings_for(data_dir / "core/bridge031_llama31_a/checkpoint", tmp_path)
     with pytest.raises(CheckpointError, match="computes other logits than Megatron-LM core"):
         convert(settings)

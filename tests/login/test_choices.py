@@ -12,7 +12,7 @@ from launcher_scripts.common.errors import ConfigError
 from stages.choices import (
     check_choices,
     check_grammar,
-    normalized,
+    normalized_arguments,
     with_texts_of_variables,
 )
 from tests.login.conftest import Run
@@ -98,7 +98,7 @@ def test_a_former_name_of_a_task_is_renamed_with_a_note(capsys: pytest.CaptureFi
         "evaluate.harness.tasks=[boolq]",
         "evaluate.model_name=boolq",
     ]
-    assert normalized(given) == [
+    assert normalized_arguments(given) == [
         "evaluate=t5/boolq_generate",
         "evaluate.tasks.boolq_generate.limit=5",
         "+evaluate.tasks.boolq_generate={data_file: /boolq}",
@@ -106,7 +106,7 @@ def test_a_former_name_of_a_task_is_renamed_with_a_note(capsys: pytest.CaptureFi
     ]
     (note,) = capsys.readouterr().err.splitlines()
     assert note == "note: the task boolq is called boolq_generate (docs/evaluation.md)"
-    assert normalized(given[3:]) == given[3:] and not capsys.readouterr().err
+    assert normalized_arguments(given[3:]) == given[3:] and not capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_a_former_name_of_a_task_is_renamed_with_a_note(capsys: pytest.CaptureFi
     ],
 )
 def test_what_a_shell_makes_of_a_list_is_read(typed: list[str], read: list[str]) -> None:
-    assert normalized(typed) == read
+    assert normalized_arguments(typed) == read
 
 
 # Texts that YAML 1.1 or Hydra read as a number or a truth value.

@@ -42,7 +42,7 @@ def test_the_configuration_may_lie_deeper(tmp_path: Path, *, packed: bool) -> No
             archive.add(tmp_path / "outer", ".")
     assert read_nemo_sizes(path) == NemoSizes(3, 12, 64)
     nemo_config.check_source_tokenizer(path)
-    root, config = nemo_files.read_config(Archive(path))
+    root, config = nemo_files.read_nemo_config(Archive(path))
     assert (root, config["num_layers"]) == ("model_content/", 3)
 
 

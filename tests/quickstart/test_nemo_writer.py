@@ -17,7 +17,7 @@ import yaml
 from launcher_scripts.checkpoint.sources.nemo_writer import (
     Weight,
     artifact_name,
-    stack_layers,
+    stacked_tensors,
     write_nemo,
 )
 from launcher_scripts.common.errors import CheckpointError
@@ -66,7 +66,7 @@ def _random_weights() -> dict[str, Weight]:
 def _write(path: Path, weights: dict[str, Weight], genuine: dict[str, Any], **more: Any) -> Path:
     name = genuine["config"]["tokenizer"]["model"].removeprefix("nemo:")
     size = dict(genuine["members"])[f"./{name}"]
-    tensors = stack_layers(weights, gated=True)
+    tensors = stacked_tensors(weights, gated=True)
     write_nemo(path, genuine["config"], tensors, {name: b"x" * size}, **more)
     return path
 
@@ -173,7 +173,7 @@ def test_all_missing_layers_are_named_at_once() -> None:
     del weights["decoder.layers.1.self_attention.linear_qkv.weight"]
     weights["decoder.layers.1.self_attention.linear_proj.weight"] = _weight(np.zeros((2, 2)))
     with pytest.raises(CheckpointError, match="3 problems") as caught:
-        stack_layers(weights, gated=True)
+        stacked_tensors(weights, gated=True)
     assert "mlp.linear_fc2.weight is missing for layers [0]" in str(caught.value)
     assert "linear_qkv.weight is missing for layers [1]" in str(caught.value)
     assert "linear_proj.weight differs between layers" in str(caught.value)

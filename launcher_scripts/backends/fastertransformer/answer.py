@@ -203,7 +203,7 @@ class Answer:
                 self._send_deltas(flush_only)
             except Exception as error:  # the other requests go on
                 traceback.print_exc()
-                self._error = error_response(error)
+                self._error = failed_response(error)
                 self._end(self._error)
 
     def _abort(self, code: str, why: str) -> None:
@@ -230,7 +230,7 @@ class Answer:
             if error is None:
                 self._last[number] = future.result()
             elif self._error is None:
-                self._error, self._failure = error_response(error), reason_of(error)
+                self._error, self._failure = failed_response(error), reason_of(error)
             self._notify(urgent=True)
 
         return on_end
@@ -381,7 +381,7 @@ def _after(output: GenerateOutput, first: int) -> GenerateOutput:
     )
 
 
-def error_response(error: BaseException) -> Any:
+def failed_response(error: BaseException) -> Any:
     """The request's own error; a wrong request is the client's, anything else the server's.
 
     A request that finds no room, or whose ranks were lost, can be sent again elsewhere.

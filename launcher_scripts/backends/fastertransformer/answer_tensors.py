@@ -179,7 +179,7 @@ def scores(requests: Requests, outputs: Outputs, longest: int, shape: Shape) -> 
     requested = shape.requested
     if shape.increments:
         longest = max(1, *map(_num_log_probs, outputs))
-    tensors = model_log_probs(outputs, longest, requested)
+    tensors = log_prob_tensors(outputs, longest, requested)
     if any(request.return_log_probs for request in requests):
         tensors.update(log_probs(outputs, longest, requested))
     if "context_logits" in requested:
@@ -236,7 +236,7 @@ def context_logits(outputs: Outputs) -> dict[str, Tensor]:
     return {"context_logits": padded}
 
 
-def model_log_probs(
+def log_prob_tensors(
     outputs: Outputs, longest: int, requested: Collection[str]
 ) -> dict[str, Tensor]:
     """Log-probabilities of generated tokens [B, beam, longest] and of prompts [B, longest prompt],

@@ -22,7 +22,7 @@ from launcher_scripts.backends.fastertransformer.answer import (
     Answer,
     Answers,
     StreamSender,
-    error_response,
+    failed_response,
     reason_of,
     send_last,
 )
@@ -294,7 +294,7 @@ class TritonPythonModel:
                 if not isinstance(error, RequestError | ParameterError):
                     traceback.print_exc()
                 self._answers.on_failure(reason_of(error), 1)
-                send_last(sender, error_response(error))
+                send_last(sender, failed_response(error))
             if isinstance(sender, ChannelSender) and self._sessions is None:
                 sender.hand_over()
         return returned(senders)

@@ -86,7 +86,7 @@ def copyable(array: NDArray[Any]) -> NDArray[Any]:
     return array.view("<u2") if array.dtype == BFLOAT16 else array
 
 
-def converted(
+def as_dtype(
     values: NDArray[Any], dtype: np.dtype[Any], workspace: Workspace | None = None
 ) -> NDArray[Any]:
     """Contiguous values as `dtype`: exact to a wider type, rounded to nearest even to a narrower.

@@ -28,7 +28,7 @@ def columns_of(blocks: Blocks, _config: Any) -> list[RowGroups]:
     return [[[unit for block in blocks for unit in block]]]
 
 
-def rows_of(blocks: Blocks, _config: Any) -> list[RowGroups]:
+def row_groups(blocks: Blocks, _config: Any) -> list[RowGroups]:
     """One tensor of all columns, as its rows."""
     return [[[unit.T] for block in blocks for unit in block]]
 

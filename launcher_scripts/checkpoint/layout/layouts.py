@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from launcher_scripts.checkpoint.formats.source_tensor import BFLOAT16, converted, float32, widened
+from launcher_scripts.checkpoint.formats.source_tensor import BFLOAT16, as_dtype, float32, widened
 from launcher_scripts.checkpoint.layout.inverses import (
     FIRST_ROW,
     Blocks,
@@ -40,8 +40,8 @@ from launcher_scripts.checkpoint.layout.inverses import (
     no_tensors,
     numbers_of_xielu,
     one_row,
+    row_groups,
     row_of_sums,
-    rows_of,
     rows_of_blocks,
     rows_of_groups,
     sum_of_rows,
@@ -290,7 +290,7 @@ def summands(tensors: Sequence[NDArray[Any]], _config: Any) -> NDArray[Any]:
     (tensor,) = tensors
     remaining, rows = float32(tensor).reshape(-1), []
     for _ in range(3):
-        rows.append(widened(converted(remaining, BFLOAT16)))
+        rows.append(widened(as_dtype(remaining, BFLOAT16)))
         remaining = remaining - rows[-1]
     return np.stack(rows)
 
@@ -420,14 +420,14 @@ def qkv_in_blocks(tensors: Sequence[NDArray[Any]], config: Any) -> Blocks:
 
 LAYOUTS: dict[str, Layout] = {
     "as_is": Layout(as_is, inverse=columns_of),
-    "transposed": Layout(transposed, inverse=rows_of),
+    "transposed": Layout(transposed, inverse=row_groups),
     "plus_one": Layout(plus_one),
-    "first_half": Layout(part_of_blocks(0, 2), sections=2, inverse=rows_of),
-    "second_half": Layout(part_of_blocks(1, 2), sections=2, inverse=rows_of, part=1),
+    "first_half": Layout(part_of_blocks(0, 2), sections=2, inverse=row_groups),
+    "second_half": Layout(part_of_blocks(1, 2), sections=2, inverse=row_groups, part=1),
     "qkv_of_heads": Layout(qkv_of_heads, inverse=rows_of_groups),
     "qkv_of_groups": Layout(qkv_of_groups, inverse=rows_of_groups),
     "gates_of_groups": Layout(gates_of_groups),
-    "qkv_in_blocks": Layout(qkv_in_blocks, sections=3, inverse=rows_of),
+    "qkv_in_blocks": Layout(qkv_in_blocks, sections=3, inverse=row_groups),
     "qkv_innermost": Layout(qkv_innermost),
     "query_of_heads": Layout(part_of_heads(0, 3)),
     "key_of_heads": Layout(part_of_heads(1, 3)),

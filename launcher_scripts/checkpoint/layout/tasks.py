@@ -157,7 +157,7 @@ class Task:
         # The layout is tried on arrays of the same shapes that take no memory.
         hollow = [np.broadcast_to(np.zeros((), t.dtype), t.shape) for t in self.tensors]
         try:
-            if fits(self._applied(hollow), self.spec, self.config):
+            if fits_spec(self._applied(hollow), self.spec, self.config):
                 return
         except (ValueError, IndexError):
             pass  # the layout cannot take the shapes apart
@@ -195,7 +195,7 @@ def stored_blocks(
     return full_blocks(spec, config, result) if isinstance(result, np.ndarray) else result
 
 
-def fits(blocks: Blocks, spec: WeightSpec, config: ModelConfig) -> bool:
+def fits_spec(blocks: Blocks, spec: WeightSpec, config: ModelConfig) -> bool:
     """True if the blocks are the row's, each of its own size along the last axis and of the row's
     sizes along the others: nothing is repeated to fill a row.
 

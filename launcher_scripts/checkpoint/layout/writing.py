@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from launcher_scripts.checkpoint.formats.source_tensor import (
     BFLOAT16,
     Workspace,
-    converted,
+    as_dtype,
     copyable,
     widened,
 )
@@ -136,7 +136,7 @@ class _Conversion:
     allow_nonfinite: bool
 
     def __call__(self, values: NDArray[Any]) -> NDArray[Any]:
-        result = converted(values, self.dtype, self.memory)
+        result = as_dtype(values, self.dtype, self.memory)
         is_unchanged = values.dtype == self.dtype and self.allow_nonfinite
         if not is_unchanged and not _all_finite(result):
             self._judge(widened(values), result)

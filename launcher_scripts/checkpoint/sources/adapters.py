@@ -312,8 +312,8 @@ def read_lora(path: Path, folder: Path) -> LoRAStack:
 def _read_adapter(path: Path, base: SourceCheckpoint) -> LearnedAdapter | None:
     """An adapter of another maker than NeMo 1; None for what is none."""
     readers = (
-        (huggingface_peft.matches, huggingface_peft.read_adapter),
-        (megatron_core.holds_adapter, megatron_core.read_adapter),
+        (huggingface_peft.matches, huggingface_peft.read_peft),
+        (megatron_core.holds_adapter, megatron_core.read_core_adapter),
     )
     read = next((read for matches, read in readers if matches(path)), None)
     if read is None:

@@ -77,7 +77,7 @@ _KNOWN_VALUES_OF_EXPERTS: dict[str, tuple[Any, ...]] = {
 _BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
 
 
-def experts_of(options: TrainingOptions, layers: int, letters: str | None) -> dict[str, Any]:
+def core_experts(options: TrainingOptions, layers: int, letters: str | None) -> dict[str, Any]:
     """GPTConfig's fields of a model with experts, {} of one without.
 
     letters: of a hybrid, see pattern_of

@@ -16,7 +16,7 @@ from launcher_scripts.checkpoint.sources.core_layers import (
     HYBRID_DEFAULTS,
     PLAIN_LAYERS,
     branches_of,
-    experts_of,
+    core_experts,
     pattern_of,
 )
 from launcher_scripts.checkpoint.sources.rotary_scaling import mscale_of, yarn
@@ -236,7 +236,7 @@ class CoreGPT:
         return GPTConfig(vocab_size=vocab_size, **self.fields)
 
 
-def read_gpt(
+def read_core_gpt(
     options: CoreOptions,
     supported_values: Mapping[str, tuple[Any, ...]] | None = None,
     names: Iterable[str] = (),
@@ -284,7 +284,7 @@ def read_gpt(
         "unrotated_layers": _skipped(
             options, "no_rope_freq", options.get("no_rope_freq") or None, 1, layers
         ),
-        **experts_of(options, layers, letters),
+        **core_experts(options, layers, letters),
         **_latent(options, heads),
         "embedding_scale": _embedding_scale(options, hidden),
         "tied_embeddings": options.tied_embeddings,

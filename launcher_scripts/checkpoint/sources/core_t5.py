@@ -73,7 +73,7 @@ def _nemo_name(name: str) -> str:
     return f"{side}.model.layers.{layer}.{part}"
 
 
-def read_t5(
+def read_core_t5(
     options: CoreOptions, tensors: Mapping[str, SourceTensor]
 ) -> tuple[T5Config, tuple[str, ...]]:
     """Hyperparameters, and dialects of the weight table, of tensors under NeMo's names.

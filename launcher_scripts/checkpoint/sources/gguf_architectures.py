@@ -19,7 +19,7 @@ from launcher_scripts.checkpoint.sources.gguf_parameters import (
     experts,
     has_any,
     head_size,
-    llama,
+    llama_config,
     rotary,
     silu_and_rms_norms,
     vocab_size,
@@ -27,7 +27,7 @@ from launcher_scripts.checkpoint.sources.gguf_parameters import (
 
 
 def _mixtral(model: Model) -> dict[str, Any]:
-    return {**llama(model), **experts(model), "num_local_experts": count(model)}
+    return {**llama_config(model), **experts(model), "num_local_experts": count(model)}
 
 
 def _qwen2moe(model: Model) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def _qwen2moe(model: Model) -> dict[str, Any]:
 
 def _qwen3moe(model: Model) -> dict[str, Any]:
     return {
-        **llama(model),
+        **llama_config(model),
         **experts(model),
         "num_experts": count(model),
         "norm_topk_prob": True,
@@ -53,7 +53,7 @@ def _qwen3moe(model: Model) -> dict[str, Any]:
 
 def _gpt_oss(model: Model) -> dict[str, Any]:
     """Every other layer has the window, from the first on; YaRN does not round to whole pairs."""
-    raw = {**llama(model), **experts(model)}
+    raw = {**llama_config(model), **experts(model)}
     return {
         **raw,
         "intermediate_size": raw.get("moe_intermediate_size"),
@@ -64,7 +64,7 @@ def _gpt_oss(model: Model) -> dict[str, Any]:
 
 
 def _phi3(model: Model) -> dict[str, Any]:
-    raw = llama(model)
+    raw = llama_config(model)
     return {
         **raw,
         "original_max_position_embeddings": raw["rope_parameters"][
@@ -77,7 +77,7 @@ def _phi3(model: Model) -> dict[str, Any]:
 def _granite(model: Model) -> dict[str, Any]:
     """A multiplier that is 0 is none."""
     fields = model.fields
-    raw = llama(model)
+    raw = llama_config(model)
     if fields.get("rope.scaling.finetuned", True) is not True:
         fields.problems.add("a granite without rotary positions is not supported")
     return {
@@ -123,11 +123,11 @@ def _stablelm(model: Model) -> dict[str, Any]:
 
 def _smollm3(model: Model) -> dict[str, Any]:
     """Every fourth layer does not turn, as llama.cpp has it."""
-    return {**llama(model), "no_rope_layer_interval": 4}
+    return {**llama_config(model), "no_rope_layer_interval": 4}
 
 
 def _ernie4_5(model: Model) -> dict[str, Any]:
-    raw = llama(model)
+    raw = llama_config(model)
     return {**raw, "use_bias": raw["attention_bias"]}
 
 
@@ -148,7 +148,7 @@ def _cohere2(model: Model) -> dict[str, Any]:
 def _mistral3(model: Model) -> dict[str, Any]:
     """Ministral 3: attention's YaRN factor is 1, as mscale is mscale_all_dim."""
     fields = model.fields
-    raw = llama(model)
+    raw = llama_config(model)
     rope = dict(raw["rope_parameters"])
     scale = fields.real("rope.scaling.yarn_log_multiplier", 0.0)
     if scale:
@@ -371,15 +371,15 @@ _T5 = GGUFArchitecture("t5", _t5, {}, renamed=_t5_renamed, variant=_t5_row)
 ARCHITECTURES: dict[str, GGUFArchitecture] = {
     "llama": GGUFArchitecture(
         "llama",
-        llama,
+        llama_config,
         tensors.LLAMA_NAMES,
         tensors.HALVES,
         variant=lambda model: _MIXTRAL if model.fields.get("expert_count", 0) else None,
     ),
-    "qwen2": GGUFArchitecture("qwen2", llama, tensors.LLAMA_NAMES),
+    "qwen2": GGUFArchitecture("qwen2", llama_config, tensors.LLAMA_NAMES),
     "qwen2moe": GGUFArchitecture("qwen2_moe", _qwen2moe, tensors.QWEN_MOE_NAMES, _ONE_ROW),
     "qwen3moe": GGUFArchitecture("qwen3_moe", _qwen3moe, tensors.QWEN_MOE_NAMES),
-    "qwen3": GGUFArchitecture("qwen3", llama, tensors.LLAMA_NAMES),
+    "qwen3": GGUFArchitecture("qwen3", llama_config, tensors.LLAMA_NAMES),
     "gpt-oss": GGUFArchitecture("gpt_oss", _gpt_oss, _GPT_OSS_NAMES),
     "gpt2": GGUFArchitecture(
         "gpt2",
@@ -393,10 +393,10 @@ ARCHITECTURES: dict[str, GGUFArchitecture] = {
     "bloom": GGUFArchitecture("bloom", _bloom, _BLOOM_NAMES, _GROUPED),
     "phi3": GGUFArchitecture("phi3", _phi3, tensors.PHI3_NAMES),
     "granite": GGUFArchitecture("granite", _granite, tensors.LLAMA_NAMES, tensors.HALVES),
-    "olmo2": GGUFArchitecture("olmo2", llama, tensors.OLMO2_NAMES),
+    "olmo2": GGUFArchitecture("olmo2", llama_config, tensors.OLMO2_NAMES),
     "smollm3": GGUFArchitecture("smollm3", _smollm3, tensors.LLAMA_NAMES, tensors.HALVES),
     "stablelm": GGUFArchitecture("stablelm", _stablelm, tensors.LLAMA_NAMES),
-    "glm4": GGUFArchitecture("glm4", llama, tensors.GLM4_NAMES),
+    "glm4": GGUFArchitecture("glm4", llama_config, tensors.GLM4_NAMES),
     "ernie4_5": GGUFArchitecture("ernie4_5", _ernie4_5, tensors.LLAMA_NAMES),
     "cohere2": GGUFArchitecture("cohere2", _cohere2, tensors.LLAMA_NAMES),
     "mistral3": GGUFArchitecture("ministral3", _mistral3, tensors.LLAMA_NAMES, tensors.HALVES),

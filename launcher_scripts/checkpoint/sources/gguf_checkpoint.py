@@ -31,7 +31,10 @@ from launcher_scripts.checkpoint.sources.gguf_parameters import (
     Restored,
     predictors,
 )
-from launcher_scripts.checkpoint.sources.gguf_tokenizer import tokenizer_files, tokenizer_metadata
+from launcher_scripts.checkpoint.sources.gguf_tokenizer import (
+    gguf_tokenizer_files,
+    tokenizer_metadata,
+)
 from launcher_scripts.checkpoint.sources.huggingface_architectures import (
     ARCHITECTURES as HUGGINGFACE,
 )
@@ -251,7 +254,7 @@ class GGUFCheckpoint(FullTensors):
 
     def tokenizer_files(self) -> dict[str, bytes]:
         """tokenizer.json and the files beside it, made of the file's vocabulary."""
-        return tokenizer_files(self.metadata)
+        return gguf_tokenizer_files(self.metadata)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from launcher_scripts.checkpoint.sources.gguf_parameters import (
     experts,
     has_any,
     head_size,
-    llama,
+    llama_config,
     silu_and_rms_norms,
 )
 
@@ -65,7 +65,7 @@ GEMMA4_NAMES = {
 
 
 def _gemma(model: Model) -> dict[str, Any]:
-    return {**llama(model), "hidden_activation": "gelu_pytorch_tanh"}
+    return {**llama_config(model), "hidden_activation": "gelu_pytorch_tanh"}
 
 
 def _gemma2(model: Model) -> dict[str, Any]:

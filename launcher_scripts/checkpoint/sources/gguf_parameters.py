@@ -470,7 +470,7 @@ def predictors(fields: Fields) -> int:
     return fields.size("nextn_predict_layers") if fields.get("nextn_predict_layers", 0) else 0
 
 
-def llama(model: Model) -> dict[str, Any]:
+def llama_config(model: Model) -> dict[str, Any]:
     return {
         **rotary(model),
         **silu_and_rms_norms(model.fields),

@@ -72,10 +72,10 @@ def tokenizer_metadata(reader: GGUFReader) -> dict[str, Any]:
         raise CheckpointError(f"the GGUF file's tokenizer is not text: {error}") from error
 
 
-def tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, bytes]:
+def gguf_tokenizer_files(metadata: Mapping[str, Any]) -> dict[str, bytes]:
     """Name -> content of the files of a Hugging Face tokenizer."""
     tokenizer = build_tokenizer(metadata)
-    special = special_tokens(metadata)
+    special = gguf_special_tokens(metadata)
     config: dict[str, Any] = {
         **special,
         "add_bos_token": _adds(metadata, "bos"),
@@ -128,7 +128,7 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
     return tokenizer
 
 
-def special_tokens(metadata: Mapping[str, Any]) -> dict[str, str]:
+def gguf_special_tokens(metadata: Mapping[str, Any]) -> dict[str, str]:
     """Return the start, end, padding and unknown tokens as special_tokens_map.json has them: only
     those that the GGUF file names."""
     tokens = metadata.get("tokens")
@@ -250,7 +250,7 @@ def _add_ends(tokenizer: Tokenizer, metadata: Mapping[str, Any]) -> None:
     """The start and end token around a text that is encoded with special tokens."""
     from tokenizers.processors import TemplateProcessing
 
-    special = special_tokens(metadata)
+    special = gguf_special_tokens(metadata)
     start, end = (
         [special[f"{end}_token"]] if _adds(metadata, end) else [] for end in ("bos", "eos")
     )

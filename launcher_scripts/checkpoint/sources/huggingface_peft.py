@@ -277,7 +277,7 @@ def matches(path: Path) -> bool:
     return (path / CONFIG_NAME).is_file()
 
 
-def read_adapter(path: Path, base: SourceCheckpoint) -> LearnedAdapter:
+def read_peft(path: Path, base: SourceCheckpoint) -> LearnedAdapter:
     """The adapter, for `base`, of whose modules it may have those that transformers names.
 
     Raises CheckpointError for what is damaged or not supported, all of it at once.

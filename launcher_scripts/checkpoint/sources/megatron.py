@@ -37,7 +37,7 @@ from launcher_scripts.checkpoint.sources.core_layers import generic_names, joine
 from launcher_scripts.checkpoint.sources.core_options import (
     CORE_ONLY,
     of_arguments,
-    read_gpt,
+    read_core_gpt,
 )
 from launcher_scripts.checkpoint.sources.locations import TRACKER_NAME
 from launcher_scripts.checkpoint.sources.training_options import NO_EXPERTS
@@ -277,7 +277,7 @@ def _settings(
     if not args and not core:
         return _measured(shards, vocab, hints, Problems(origin))
     options = of_arguments(args, origin)
-    gpt = read_gpt(options, NO_EXPERTS if core else _SUPPORTED_VALUES, shards)
+    gpt = read_core_gpt(options, NO_EXPERTS if core else _SUPPORTED_VALUES, shards)
     dialects = nemo_dialects(fused=gpt.fields["gated"], plus_one=gpt.plus_one)
     if core:
         dialects = gpt.dialects(shards)

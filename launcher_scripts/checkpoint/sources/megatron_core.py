@@ -105,9 +105,9 @@ class MegatronCoreCheckpoint(FullTensors):
         config: ModelConfig
         if core_t5.is_t5(tensors):
             tensors = core_t5.nemo_names(tensors, str(archive.path))
-            config, dialects = core_t5.read_t5(options, tensors)
+            config, dialects = core_t5.read_core_t5(options, tensors)
         else:
-            gpt = core_options.read_gpt(options, names=tensors)
+            gpt = core_options.read_core_gpt(options, names=tensors)
             if "layer_branches" in gpt.fields:
                 tensors = core_layers.generic_names(tensors, str(archive.path))
             config, dialects = gpt.config(tensors[TABLE].shape[0]), gpt.dialects(tensors)
@@ -266,7 +266,7 @@ def holds_adapter(path: Path) -> bool:
     return bool(roots(archive)) and not config_files(archive)
 
 
-def read_adapter(path: Path, base: SourceCheckpoint) -> LearnedAdapter:
+def read_core_adapter(path: Path, base: SourceCheckpoint) -> LearnedAdapter:
     """The adapter, for `base`.
 
     Raises CheckpointError for what is damaged, a whole model, or not supported.

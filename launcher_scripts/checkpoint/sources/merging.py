@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor, float32
 from launcher_scripts.checkpoint.layout.inverses import Blocks
 from launcher_scripts.checkpoint.layout.layouts import LAYOUTS, Layout
-from launcher_scripts.checkpoint.layout.tasks import Task, fits, source_of, stored_blocks
+from launcher_scripts.checkpoint.layout.tasks import Task, fits_spec, source_of, stored_blocks
 from launcher_scripts.common.errors import CheckpointError, Problems, lookup
 from launcher_scripts.models.adapters import LORA_TARGETS
 from launcher_scripts.models.family import ModelConfig, Partition, WeightSpec
@@ -325,7 +325,7 @@ class Target:
             return self.table and in_range and value.shape[1:] == expected[1:]
         try:
             blocks = self.stored(np.broadcast_to(_ZERO, value.shape))
-            return fits([[block] for block in blocks], self.spec, self.config)
+            return fits_spec([[block] for block in blocks], self.spec, self.config)
         except (ValueError, IndexError):
             return False
 

@@ -45,9 +45,9 @@ from launcher_scripts.checkpoint.sources.nemo_files import (
     chunked_stages,
     config_files,
     distributed_tensors,
-    read_config,
+    rank_weight_files,
+    read_nemo_config,
     stripped,
-    weight_files,
 )
 from launcher_scripts.checkpoint.sources.training_options import TrainingOptions
 from launcher_scripts.checkpoint.tokenizers import tokenizer_files
@@ -109,7 +109,7 @@ class NemoModel:
     notes: tuple[str, ...] = ()
 
 
-def read_gpt(options: TrainingOptions, *, core: bool, local_norms: bool) -> NemoModel:
+def read_nemo_gpt(options: TrainingOptions, *, core: bool, local_norms: bool) -> NemoModel:
     """Translate `options`.
 
     core:        the weights are Megatron-LM core's
@@ -235,7 +235,7 @@ _T5_VALUES: dict[str, tuple[Any, ...]] = {
 _UNUSED_TOKENS = ("<cls>", "<sep>", "<mask>")
 
 
-def read_t5(options: TrainingOptions) -> NemoModel:
+def read_nemo_t5(options: TrainingOptions) -> NemoModel:
     """Translate `options`; raises CheckpointError with everything that cannot be represented."""
     sections = [options.section(name) for name in ("encoder", "decoder")]
     encoder, decoder = map(_read_stack, sections)
@@ -376,7 +376,7 @@ class NemoCheckpoint(TensorShards):
             shards = _read_training(archive, training)
             notes = (f"the checkpoint of the training: {training.name}",)
         else:
-            root, raw = read_config(archive)
+            root, raw = read_nemo_config(archive)
             shards = _read_weights(archive, root, raw)
         read = _t5 if T5_TABLE in shards else _gpt
         options = TrainingOptions(raw, Problems(f"model_config.yaml of {archive.path}"))
@@ -414,7 +414,7 @@ def _read_weights(
     tensors = distributed_tensors(archive, root)
     if tensors is not None:
         return merged_stages([[stripped(tensors, str(archive.path))]])
-    return merged_stages(chunked_stages(archive, weight_files(archive, root), raw))
+    return merged_stages(chunked_stages(archive, rank_weight_files(archive, root), raw))
 
 
 def _read_training(
@@ -434,7 +434,7 @@ def _gpt(
     """Hyperparameters, dialects and notes; what a tied model stores twice leaves `shards`."""
     core = any(name.startswith("decoder.") for name in shards)
     local_norms = any(".pre_mlp_layernorm." in name for name in shards)
-    gpt = read_gpt(options, core=core, local_norms=local_norms)
+    gpt = read_nemo_gpt(options, core=core, local_norms=local_norms)
     rows = table_rows(archive, shards, TABLE)
     if gpt.fields["tied_embeddings"]:
         shards.pop(HEAD, None)
@@ -445,7 +445,7 @@ def _t5(
     archive: Archive, options: TrainingOptions, shards: dict[str, Any]
 ) -> tuple[T5Config, tuple[str, ...], tuple[str, ...]]:
     """As _gpt. The decoder's copy of a shared embedding is the encoder's."""
-    t5 = read_t5(options)
+    t5 = read_nemo_t5(options)
     rows = table_rows(archive, shards, T5_TABLE)
     if t5.fields["shared_embeddings"]:
         for name in [name for name in shards if name.startswith("decoder_embedding.")]:

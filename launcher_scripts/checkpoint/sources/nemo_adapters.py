@@ -35,8 +35,8 @@ from launcher_scripts.checkpoint.formats.source_tensor import (
 from launcher_scripts.checkpoint.layout.source_checkpoint import flat_values, merged_stages, renamed
 from launcher_scripts.checkpoint.sources.nemo_files import (
     distributed_tensors,
-    read_config,
-    weight_files,
+    rank_weight_files,
+    read_nemo_config,
 )
 from launcher_scripts.common.errors import CheckpointError, Problems, problem
 from launcher_scripts.models.adapters import ATTENTION_ADAPTER, FFN_ADAPTER
@@ -121,7 +121,7 @@ def read_parts(path: Path, scratch: Path | None = None) -> PartFile:
     Raises CheckpointError when it is damaged, or is not a checkpoint of NeMo's.
     """
     archive = Archive(path, scratch)
-    root, raw = read_config(archive)
+    root, raw = read_nemo_config(archive)
     ranks = _read_ranks(archive, root)
     if len(ranks) > 1 and selects_layers(raw):
         # Stages count their layers from 0: only full stages tell where the next one begins.
@@ -149,7 +149,7 @@ def _read_ranks(archive: Archive, root: str) -> list[list[dict[str, SourceTensor
     if tensors is not None:
         return [[_named(tensors.items(), str(archive.path))]]
     ranks = []
-    for names in weight_files(archive, root):
+    for names in rank_weight_files(archive, root):
         stage = []
         for name in names:
             origin = f"{name} of {archive.path}"

@@ -51,7 +51,7 @@ def config_files(archive: Archive) -> list[str]:
     return [name for name in archive.names() if is_config(name)]
 
 
-def read_config(archive: Archive) -> tuple[str, Mapping[str, Any]]:
+def read_nemo_config(archive: Archive) -> tuple[str, Mapping[str, Any]]:
     """The folder of the only model_config.yaml ("" or ending in `/`), and what that says.
 
     Raises CheckpointError where there is none, more than one, or a damaged one.
@@ -86,7 +86,7 @@ def distributed_tensors(archive: Archive, root: str) -> dict[str, SourceTensor] 
     return distributed.read_saved_tensors(archive, folder)
 
 
-def weight_files(archive: Archive, root: str) -> list[list[str]]:
+def rank_weight_files(archive: Archive, root: str) -> list[list[str]]:
     """The files of the ranks below `root`, [pipeline stage][tensor-parallel rank]."""
     return rank_files(archive, root, WEIGHTS_NAME, [DISTRIBUTED_FOLDER + distributed.METADATA])
 

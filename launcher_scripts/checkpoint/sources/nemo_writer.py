@@ -38,7 +38,7 @@ from launcher_scripts.checkpoint.formats.nemo_config import ARTIFACT
 from launcher_scripts.checkpoint.layout.source_checkpoint import Hints
 from launcher_scripts.checkpoint.layout.tasks import plan_tasks
 from launcher_scripts.checkpoint.sources.gguf_checkpoint import GGUFCheckpoint
-from launcher_scripts.checkpoint.sources.gguf_tokenizer import special_tokens
+from launcher_scripts.checkpoint.sources.gguf_tokenizer import gguf_special_tokens
 from launcher_scripts.common.errors import CheckpointError, Problems, problem
 from launcher_scripts.models import gpt_weights
 from launcher_scripts.models.gpt import GPTConfig
@@ -101,7 +101,7 @@ class _ArchiveFile:
     content: Callable[[], bytes | memoryview]
 
 
-def stack_layers(weights: Mapping[str, Weight], *, gated: bool) -> list[ZarrTensor]:
+def stacked_tensors(weights: Mapping[str, Weight], *, gated: bool) -> list[ZarrTensor]:
     """The stored tensors of an unsharded mcore GPT state dict.
 
     weights: keys without the prefix `model.`, layers as `decoder.layers.<n>.<rest>`
@@ -444,7 +444,7 @@ def nemo_config(
     config["tokenizer"] |= {
         "library": "huggingface",
         **{key: f"{ARTIFACT}{name}" for key, name in artifacts.items()},
-        "special_tokens": special_tokens(llama.metadata),
+        "special_tokens": gguf_special_tokens(llama.metadata),
     }
     config["data"]["seq_length"] = shape.max_positions
     return config

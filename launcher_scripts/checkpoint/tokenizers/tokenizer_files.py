@@ -67,7 +67,7 @@ TokenRule = Callable[[Tokenizer], TokenIds]
 Find = Callable[[str, str], tuple[str, bytes] | None]
 
 
-def collect(
+def collect_tokenizer(
     settings: TokenizerSettings, local_files: Callable[[], dict[str, bytes]]
 ) -> dict[str, bytes]:
     """Exported name -> content of the tokenizer's files; {} for `none`.

@@ -127,7 +127,7 @@ class WeightExchange(AllExchange[ExchangeWeights]):
     """The exchange with the weights of another export."""
 
     def _source(self) -> tuple[FTCheckpoint, Reader]:
-        checkpoint = open_export(
+        checkpoint = open_exchanged_export(
             self._settings, self._operation.checkpoint_dir, self._network.config
         )
         if (digest := file_digest(checkpoint.folder / MANIFEST)) != self._operation.manifest:
@@ -285,7 +285,9 @@ def named_tensors(weights: object) -> dict[str, Tensor]:
     return result
 
 
-def open_export(settings: EngineSettings, folder: Path, served: ModelConfig) -> FTCheckpoint:
+def open_exchanged_export(
+    settings: EngineSettings, folder: Path, served: ModelConfig
+) -> FTCheckpoint:
     """The export whose weights are to be served, by its small files; its weights are not read.
 
     Raises ConfigError where it is not of the sizes that are served, with every name that differs,
