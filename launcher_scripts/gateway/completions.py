@@ -20,11 +20,12 @@ from launcher_scripts.gateway.generation import (
     RequestRecord,
     check_rows,
 )
+from launcher_scripts.gateway.harmony import REASONING, HarmonyText
 from launcher_scripts.gateway.reasoning import NAMES, Reasoning, ReasoningText
 from launcher_scripts.gateway.row_text import TextIncrement, of_chat, of_completion, token_names
 from launcher_scripts.gateway.schemas import ChatBody, CompletionBody, NamedTool, SamplingBody
 from launcher_scripts.gateway.served_model import ServedModel
-from launcher_scripts.gateway.tool_calls import REASONING, HarmonyText, ToolCall, ToolText
+from launcher_scripts.gateway.tool_calls import ToolCall, ToolText
 
 
 class AnswerText:

@@ -46,7 +46,15 @@ def overlap(text: str, *delimiters: str) -> int:
     return next((size for size in sizes if any(m.startswith(text[-size:]) for m in delimiters)), 0)
 
 
-DELIMITERS = (("<think>", "</think>"), ("<seed:think>", "</seed:think>"))
+DELIMITERS = (
+    ("<think>", "</think>"),
+    ("<seed:think>", "</seed:think>"),
+    ("[THINK]", "[/THINK]"),  # of Magistral
+    ("<|START_THINKING|>", "<|END_THINKING|>"),  # of Command A
+    ("<|inner_prefix|>", "<|inner_suffix|>"),  # of Apertus
+    ("<|channel>thought", "<channel|>"),  # of Gemma 4
+    ("\u25c1think\u25b7", "\u25c1/think\u25b7"),  # of Kimi-VL
+)
 # Two names of one thing: vLLM's and OpenRouter's, and DeepSeek's, which most templates read.
 NAMES = ("reasoning", "reasoning_content")
 

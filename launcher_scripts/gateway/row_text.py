@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 from launcher_scripts.common.text_deltas import GrowingText
 from launcher_scripts.common.tokenizer import Tokenizer
-from launcher_scripts.gateway import tool_calls
+from launcher_scripts.gateway import harmony, tool_calls
 from launcher_scripts.gateway.backend import Increment, TokenLogProb
 from launcher_scripts.gateway.reasoning import DELIMITERS, StopTexts
 
@@ -40,8 +40,8 @@ class TokenTexts(Protocol):
 def token_texts(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> TokenTexts:
     """Return the texts of a row whose text goes on after its prompt's.
 
-    Where a text is its tokens' bytes, the marks around what a model thinks are text, even if they
-    are special tokens; and so are those of the format harmony.
+    Where a text is its tokens' bytes, the marks around what a model thinks and calls are text,
+    even if they are special tokens; and so are those of the format harmony.
     """
     context = prompt_ids[-_CONTEXT:]
     bytes_of = _bytes_of(tokenizer)
@@ -54,9 +54,9 @@ def _bytes_of(tokenizer: Tokenizer) -> Callable[[int], bytes] | None:
     joined = tokenizer.joined_bytes
     if joined is None:
         return None
-    texts = list(chain(*DELIMITERS))
-    if tokenizer.special_id(tool_calls.CHANNEL) is not None:
-        texts += tool_calls.DELIMITERS
+    texts = [*chain(*DELIMITERS), *tool_calls.MARKS]
+    if tokenizer.special_id(harmony.CHANNEL) is not None:
+        texts += harmony.DELIMITERS
     special = {tokenizer.special_id(mark): mark.encode() for mark in texts}
     return cache(lambda token: special[token] if token in special else joined(token))
 

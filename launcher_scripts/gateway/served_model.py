@@ -17,13 +17,12 @@ from launcher_scripts.common.files import DigestChain
 from launcher_scripts.common.limited_process import LimitedProcesses, WorkLimitError, WorkLimits
 from launcher_scripts.common.rendering import FAILURE, REFUSAL, SYNTAX, TEXT
 from launcher_scripts.common.tokenizer import SpecialIds, TokenizationError, Tokenizer
-from launcher_scripts.gateway import tool_calls
 from launcher_scripts.gateway.admission import NUM_THREADS, ThreadsOfClient
 from launcher_scripts.gateway.api_errors import ApiError, ContextOverflow, bad_request, unsupported
 from launcher_scripts.gateway.backend import Backend, ServedLoRA
+from launcher_scripts.gateway.harmony import conversation, writes_harmony
 from launcher_scripts.gateway.reasoning import with_both_names
 from launcher_scripts.gateway.schemas import ChatPrompt
-from launcher_scripts.gateway.tool_calls import writes_harmony
 
 # Of one text: templates of real models take milliseconds.
 LIMITS = WorkLimits(cpu_seconds=2.0, seconds=30.0, memory_mib=256)
@@ -270,7 +269,7 @@ class ServedModel:
         if not template.takes_parts:
             messages = [_with_one_text(message) for message in messages]
         if template.writes_harmony:
-            messages = tool_calls.conversation(messages)
+            messages = conversation(messages)
         if _DEVELOPER not in template.text:
             messages = [_as_system(message) for message in messages]
         return template.render(

@@ -1,14 +1,13 @@
-"""Calls of tools: what a model writes, as OpenAI's clients read it; and answers in the format
-harmony, which OpenAI's gpt-oss writes (https://cookbook.openai.com/articles/openai-harmony).
-"""
+"""Calls of tools: what a model writes, as OpenAI's clients read it."""
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import secrets
 import string
-from collections import deque
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from launcher_scripts.gateway.api_errors import bad_request
-from launcher_scripts.gateway.reasoning import NAMES, Reasoning, overlap
+from launcher_scripts.gateway.reasoning import overlap
 
 _CALL = re.compile(
     r'<(?:function=|invoke name=)"?([^">]+)"?>(.*?)</(?:function|invoke)>', re.DOTALL
@@ -38,6 +37,77 @@ def tagged_calls(text: str) -> list[tuple[str, dict[str, str]]]:
         return []
     complete = [(name, arguments) for name, arguments in parsed if arguments is not None]
     return complete if len(complete) == len(parsed) else []
+
+
+# DeepSeek's marks have a wide bar, and a block for a blank.
+_BAR, _BLANK = "\uff5c", "\u2581"
+_BEGIN, _SEP, _END = (
+    f"<{_BAR}tool{_BLANK}{part}{_BAR}>"
+    for part in (f"call{_BLANK}begin", "sep", f"call{_BLANK}end")
+)
+# What stands before the arguments of a call: its marks, and its name.
+_NAME = re.compile(
+    rf"\s*(?:<\|tool_call_begin\|>|{_BEGIN}|\[TOOL_CALLS\]|call:)?\s*"
+    rf"(?:functions\.|function{_SEP})?(?P<name>[\w.-]+)(?::\d+)?\s*"
+    rf"(?:<\|tool_call_argument_begin\|>|{_SEP}|(?:\[CALL_ID\]\w*)?\[ARGS\]|```json)?\s*(?=\{{)"
+)
+_AFTER = re.compile(rf"\s*(?:```)?\s*(?:<\|tool_call_end\|>|{_END})?\s*")
+# A key without quotes, as Gemma writes it, whose strings stand between marks.
+_KEY = re.compile(r"([{,]\s*)([A-Za-z_][\w-]*)(?=\s*:)")
+_QUOTE = re.compile(r'<\|"\|>|<escape>')
+_MAX_PYTHON = 1 << 16
+_WORDS = {"true": True, "false": False, "null": None}
+
+
+def named_calls(text: str) -> list[dict[str, Any]]:
+    """The calls that a text of names with JSON behind each is made of; [] for any other text."""
+    pieces = _QUOTE.split(text)
+    if len(pieces) > 1:
+        pieces[0::2] = [_KEY.sub(r'\1"\2"', piece) for piece in pieces[0::2]]
+        pieces[1::2] = [json.dumps(piece) for piece in pieces[1::2]]
+        text = "".join(pieces)
+    calls: list[dict[str, Any]] = []
+    decoder, position = json.JSONDecoder(), 0
+    while position < len(text):
+        if (begin := _NAME.match(text, position)) is None:
+            return []
+        try:
+            arguments, end = decoder.raw_decode(text, begin.end())
+        except (ValueError, RecursionError):
+            return []
+        calls.append({"name": begin["name"], _ARGUMENTS[0]: arguments})
+        after = _AFTER.match(text, end)
+        position = end if after is None else after.end()
+    return calls
+
+
+def python_calls(text: str) -> list[dict[str, Any]]:
+    """The calls of a Python list, or of lines, as [weather(city="Berlin")]; [] for any other
+    text."""
+    if not text.endswith((")", ")]")) or len(text) > _MAX_PYTHON:
+        return []
+    lines = text if text.startswith("[") else f"[{','.join(text.splitlines())}]"
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about strange numbers and escapes
+            tree = ast.parse(lines, mode="eval").body
+        return [_python_call(node) for node in getattr(tree, "elts", ())]
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return []
+
+
+def _python_call(node: ast.expr) -> dict[str, Any]:
+    if not isinstance(node, ast.Call) or node.args:
+        raise ValueError("no call with names of its arguments")
+    return {
+        "name": ast.unparse(node.func),
+        _ARGUMENTS[0]: {
+            str(argument.arg): _WORDS[argument.value.id]
+            if isinstance(argument.value, ast.Name) and argument.value.id in _WORDS
+            else ast.literal_eval(argument.value)
+            for argument in node.keywords
+        },
+    }
 
 
 def typed(arguments: Mapping[str, str], schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -71,16 +141,35 @@ _PAIRS = {
     "<seed:tool_call>": "</seed:tool_call>",
     "<minimax:tool_call>": "</minimax:tool_call>",
     "<TOOLCALL>": "</TOOLCALL>",  # of Nemotron
+    "<tool_calls>": "</tool_calls>",  # of Hunyuan and Jamba
+    "<longcat_tool_call>": "</longcat_tool_call>",
+    "<function_calls>": "</function_calls>",  # of OLMo 3
+    "<|tool_call|>": "<|/tool_call|>",  # of Phi-4 mini, and of Granite without its end
+    "<|tool_call_start|>": "<|tool_call_end|>",  # of LFM2
+    "<|tool_calls_section_begin|>": "<|tool_calls_section_end|>",  # of Kimi K2
+    f"<{_BAR}tool{_BLANK}calls{_BLANK}begin{_BAR}>": f"<{_BAR}tool{_BLANK}calls{_BLANK}end{_BAR}>",
+    "<|START_ACTION|>": "<|END_ACTION|>",  # of Command A
+    "<|tools_prefix|>": "<|tools_suffix|>",  # of Apertus
+    "<|tool_call>": "<tool_call|>",  # of Gemma 4
+    "<start_function_call>": "<end_function_call>",  # of FunctionGemma
+    "[TOOL_CALLS]": "</s>",  # of Mistral, to the end of the answer
 }
 _OPEN = re.compile("|".join(map(re.escape, _PAIRS)))
 # Llama's and Mistral's calls are JSON from the first character on; what is before it is a mark.
 _DELIMITERS = ("[TOOL_CALLS]", "<|python_tag|>")
 # How an object or a list of objects begins, as far as it is there.
 _OBJECTS = re.compile(r"(\[\s*)?(\{\s*(\".*)?)?", re.DOTALL)
+_PYTHON = re.compile(r"\[\s*([\w.]+)(\(.*)?", re.DOTALL)
 _LISTS = re.compile(r"(\[\s*(\{\s*(\".*)?)?)?", re.DOTALL)
 # Of an object, however it goes on.
 _IN_OBJECT = re.compile(r"\s*(?:\[\s*)?\{\s*\"")
+_NAMED_PARTS = (
+    *("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+    *(_BEGIN, _SEP, _END, "[ARGS]", "[CALL_ID]", '<|"|>', "<escape>"),
+)
 _MARKS = (*_PAIRS, *_PAIRS.values())
+# Special tokens that the text of an answer shows, but for the end of any text.
+MARKS = tuple(mark for mark in (*_MARKS, *_NAMED_PARTS) if mark != "</s>")
 _MAX_MARK = max(map(len, _MARKS))
 _ARGUMENTS = ("arguments", "parameters")
 _ID_LETTERS = string.ascii_letters + string.digits
@@ -189,7 +278,7 @@ class ToolText:
                 self._buffered = self._buffered[len(before) :]
                 self._waits = True
                 return content + self._content(before), self.calls[num_calls:]
-            calls = self._read(body) or self._read_tags(body)
+            calls = self._read(body) or self._all_calls(named_calls(body)) or self._read_tags(body)
             content += self._content(before)
             content += "" if calls else self._content(mark[0] + body + close)
             self.calls += calls
@@ -229,7 +318,14 @@ class ToolText:
         if self._started or self.calls:
             return False
         marked = any(mark.startswith(start) or start.startswith(mark) for mark in _DELIMITERS)
-        return marked or self._beginning.fullmatch(start) is not None
+        return marked or self._beginning.fullmatch(start) is not None or self._begins_python(start)
+
+    def _begins_python(self, start: str) -> bool:
+        """Return whether a list of Python begins so that calls a tool first."""
+        call = _PYTHON.fullmatch(start) if self._pairs else None
+        return call is not None and any(
+            name == call[1] if call[2] else name.startswith(call[1]) for name in self._schemas
+        )
 
     def _read(self, text: str) -> list[ToolCall]:
         """The calls that all of a text is; none where it is something else."""
@@ -239,7 +335,7 @@ class ToolText:
         values: list[Any] = []
         for value in _json_values(text):
             values += value if isinstance(value, list) else [value]
-        return self._all_calls(values)
+        return self._all_calls(values or python_calls(text))
 
     def _read_tags(self, text: str) -> list[ToolCall]:
         """As _read, of what stands between the marks of a call and is not JSON."""
@@ -255,12 +351,17 @@ class ToolText:
         return calls if len(calls) == len(result) else []
 
     def _call(self, value: Any) -> ToolCall | None:
-        if not isinstance(value, dict) or value.get("name") not in self._schemas:
+        if not isinstance(value, dict):
             return None
+        name = value.get("name", value.get("tool_name"))
         arguments: Any = next((value[key] for key in _ARGUMENTS if key in value), {})
+        if name is None and len(value) == 1:  # the name is the key
+            ((name, arguments),) = value.items()
+        if not isinstance(name, str) or name not in self._schemas:
+            return None
         if isinstance(arguments, dict):
-            return ToolCall(value["name"], json.dumps(arguments, ensure_ascii=False))
-        return ToolCall(value["name"], arguments) if isinstance(arguments, str) else None
+            return ToolCall(name, json.dumps(arguments, ensure_ascii=False))
+        return ToolCall(name, arguments) if isinstance(arguments, str) else None
 
 
 def _first_values(text: str) -> list[Any]:
@@ -290,163 +391,3 @@ def _json_values(text: str) -> list[Any]:
         between = re.compile(r"[\s;]*").match(text, position)
         position = position if between is None else between.end()
     return values
-
-
-START, CHANNEL, MESSAGE, END = "<|start|>", "<|channel|>", "<|message|>", "<|end|>"
-# Special tokens that the text of an answer shows. Those behind its last message end the row.
-DELIMITERS = (START, CHANNEL, MESSAGE, END, "<|constrain|>")
-_FUNCTIONS = "functions."
-_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
-_CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*(\w*)")
-_ENDS = re.compile("|".join(map(re.escape, (END, START))))
-_BEGINNINGS = (START, CHANNEL, "to=")  # of a header
-# What a text of a given form may come behind.
-REASONING = Reasoning(
-    f"{CHANNEL}analysis{MESSAGE}", f"{END}{START}assistant{CHANNEL}final{MESSAGE}"
-)
-
-
-def writes_harmony(template: str) -> bool:
-    """Return whether a model with this chat template answers so."""
-    return all(mark in template for mark in (START, CHANNEL, MESSAGE))
-
-
-def conversation(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The messages of a chat as gpt-oss's template reads them: a message has one call at most, and
-    what the call gave follows it.
-    """
-    result: list[dict[str, Any]] = []
-    remaining = deque(map(_with_thinking, messages))
-    while remaining:
-        message = remaining.popleft()
-        calls, results = message.get("tool_calls"), []
-        if not isinstance(calls, list) or len(calls) < 2:
-            result.append(message)
-            continue
-        while remaining and remaining[0]["role"] == "tool":
-            results.append(remaining.popleft())
-        for call in calls:
-            call_id = call.get("id") if isinstance(call, dict) else None
-            matching = [
-                result for result in results if call_id and result.get("tool_call_id") == call_id
-            ]
-            results = [result for result in results if result not in matching]
-            result += [{**message, "tool_calls": [call]}, *matching]
-            message = {"role": "assistant", "content": ""}
-        result += results
-    return result
-
-
-def _with_thinking(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Move reasoning, and text before a call, to `thinking`, since the template allows no other
-    text beside a call. What is empty is text, or is not there."""
-    reasoning, content = message.get(NAMES[0]), message.get("content") or ""
-    fields = {name: value for name, value in message.items() if name != "tool_calls" or value}
-    if "tool_calls" in fields and reasoning and content:
-        reasoning, content = f"{reasoning}\n{content}", ""
-    return {**fields, "content": content, **({"thinking": reasoning} if reasoning else {})}
-
-
-@dataclass
-class _Message:
-    """One message of an answer.
-
-    thought: whether it is what was thought;  called: the function that it calls
-    begun:   whether there was text of it
-    """
-
-    reasoning: bool
-    called: str | None = None
-    started: bool = False
-
-
-class HarmonyText:
-    """Reads the text of one answer as it comes; see AnswerText.
-
-    Text is held back while it may still become a mark, and a call until it is complete.
-    """
-
-    def __init__(
-        self,
-        prompt: str,
-        tools: Sequence[Mapping[str, Any]],
-        *,
-        lists_only: bool = False,
-        must_call: bool = False,
-    ) -> None:
-        """prompt: what the answer goes on with, perhaps within a message
-
-        tools: that may be called
-        lists_only, must_call: calls are a list in the answer, by a grammar; see ToolText
-        """
-        self._names = names_of(tools)
-        self._forced = ToolText(tools, lists_only=True, must_call=must_call) if lists_only else None
-        header, mark, _ = prompt.rpartition(START)[2].partition(MESSAGE)
-        self._message = self._of_header(header) if mark else None
-        self._buffered = ""
-        self._seen: set[bool] = set()  # of what there was text: of thoughts, of an answer
-        self.calls: list[ToolCall] = []
-
-    def feed(self, text: str, *, finished: bool) -> dict[str, Any]:
-        """Return the new part of a message, without its calls. finished: no more text comes"""
-        self._buffered += text
-        texts = {True: "", False: ""}  # what is thought, and what is answered
-        while message := self._message or self._next_message(finished):
-            end = _ENDS.search(self._buffered)
-            complete = finished or end is not None
-            if message.called is None:
-                num_buffered = 0 if complete else overlap(self._buffered, END, START)
-                text = self._cut(end.start() if end else len(self._buffered) - num_buffered)
-                texts[message.reasoning] += self._text_of(message, text)
-            elif complete:
-                text = self._cut(end.start() if end else len(self._buffered))
-                self.calls.append(ToolCall(message.called, text.strip()))
-            if end is None:
-                break
-            self._buffered = self._buffered.removeprefix(END)
-            self._message = None
-        content = texts[False]
-        if self._forced is not None:
-            content, calls = self._forced.feed(content, finished=finished)
-            self.calls += calls
-        delta: dict[str, Any] = dict.fromkeys(NAMES, texts[True]) if texts[True] else {}
-        return {**delta, "content": content} if content else delta
-
-    def _cut(self, count: int) -> str:
-        """The first `count` characters that are held, which then are not any more."""
-        text, self._buffered = self._buffered[:count], self._buffered[count:]
-        return text
-
-    def _text_of(self, message: _Message, text: str) -> str:
-        """The next text of a message, on a line of its own behind an earlier one's."""
-        if text and not message.started:
-            message.started = True
-            if message.reasoning in self._seen:
-                text = f"\n{text}"
-            self._seen.add(message.reasoning)
-        return text
-
-    def _next_message(self, finished: bool) -> _Message | None:
-        """The one whose header is there as a whole. Text without a header is an answer."""
-        start = self._buffered.lstrip()
-        if not start:
-            return None
-        if not any(
-            start.startswith(beginning) or beginning.startswith(start) for beginning in _BEGINNINGS
-        ):
-            self._message = _Message(reasoning=False)
-            return self._message
-        header, mark, remaining = self._buffered.partition(MESSAGE)
-        if mark:
-            self._buffered, self._message = remaining, self._of_header(header)
-        elif finished:
-            self._buffered = ""
-        return self._message
-
-    def _of_header(self, header: str) -> _Message:
-        """Calls of what is no tool of the request are shown among what is thought."""
-        channel, called = _CHANNEL.search(header), _RECIPIENT.search(header)
-        if called is not None:
-            name = called[1].removeprefix(_FUNCTIONS)
-            return _Message(reasoning=True, called=name if name in self._names else None)
-        return _Message(reasoning=channel is not None and channel[1] == "analysis")

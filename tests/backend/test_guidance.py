@@ -30,7 +30,7 @@ from launcher_scripts.contract.contracts import CONTRACTS
 from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.engine.core.requests import check_request
 from launcher_scripts.engine.core.row import Guide
-from launcher_scripts.gateway import tool_calls
+from launcher_scripts.gateway import harmony
 from tests.engine.small_models import small_config
 
 needs_llguidance = pytest.mark.skipif(
@@ -339,8 +339,8 @@ def test_marks_may_be_texts_between_special_tokens(tmp_path):
     tokenizer = load_tokenizer(tmp_path)
     sizes = {"vocab_size": tokenizer.vocab_size, "end_id": tokenizer.end_id}
     made = Guidance(tmp_path, small_config(start_id=0, **sizes))
-    text = json.dumps({"choice": ["no"], "reasoning": tool_calls.REASONING.marks})
-    begin, end = tool_calls.REASONING.begin, tool_calls.REASONING.end
+    text = json.dumps({"choice": ["no"], "reasoning": harmony.REASONING.marks})
+    begin, end = harmony.REASONING.begin, harmony.REASONING.end
     for each, complete in (
         (f"{begin}Is it? No.{end}no", True),
         (f"{begin}no", False),

@@ -10,8 +10,8 @@ import pytest
 import tokenizers
 
 from launcher_scripts.common.tokenizer import load_tokenizer
+from launcher_scripts.gateway.harmony import DELIMITERS, HarmonyText, conversation
 from launcher_scripts.gateway.row_text import token_texts
-from launcher_scripts.gateway.tool_calls import DELIMITERS, HarmonyText, conversation
 from tests.gateway.fakes import GPT2
 from tests.gateway.test_chat import HI
 from tests.gateway.test_completions import events

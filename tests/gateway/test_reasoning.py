@@ -10,7 +10,7 @@ import pytest
 import tokenizers
 
 from launcher_scripts.common.tokenizer import load_tokenizer
-from launcher_scripts.gateway.reasoning import Reasoning, ReasoningText
+from launcher_scripts.gateway.reasoning import DELIMITERS, Reasoning, ReasoningText
 from launcher_scripts.gateway.row_text import token_texts
 from launcher_scripts.gateway.served_model import ChatTemplate
 from tests.gateway.fakes import CHATML, GPT2, FakeBackend, saying
@@ -170,6 +170,13 @@ def test_a_named_tool_is_called_behind_what_is_thought(stream: bool) -> None:
             arguments += call["function"]["arguments"]
     assert (thought, name, arguments) == (THOUGHT, "clock", '{"zone": 1}')
     assert reason == "tool_calls"
+
+
+@pytest.mark.parametrize(("begin", "end"), DELIMITERS)
+def test_every_maker_s_marks(begin: str, end: str) -> None:
+    template = CHATML + "{# " + begin + end + " #}"
+    found = message(template, f"{begin}\n{THOUGHT}{end}{ANSWER}")
+    assert (found["reasoning"], found["content"]) == (THOUGHT, ANSWER)
 
 
 def test_marks_that_are_special_tokens_are_text(tmp_path: Path) -> None:

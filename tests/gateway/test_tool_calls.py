@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
 
 from launcher_scripts.gateway.api_errors import ApiError
-from launcher_scripts.gateway.tool_calls import HarmonyText, ToolText, schema_of_any, schema_of_one
+from launcher_scripts.gateway.harmony import HarmonyText
+from launcher_scripts.gateway.tool_calls import ToolText, schema_of_any, schema_of_one
 from tests.gateway.fakes import GPT2, FakeBackend, saying
 from tests.gateway.test_chat import HI, chat_client, refused
 from tests.gateway.test_completions import events
@@ -36,6 +38,17 @@ def hermes(name: str, arguments: dict[str, Any]) -> str:
 
 def llama(name: str, arguments: dict[str, Any]) -> str:
     return json.dumps({"name": name, "parameters": arguments})
+
+
+def deepseek(call: str) -> str:
+    """A call between DeepSeek's marks, which have a wide bar, and a block for a blank."""
+    text = f"<|tool_calls_begin|><|tool_call_begin|>{call}<|tool_call_end|><|tool_calls_end|>"
+    return (
+        text.replace("|", "\uff5c")
+        .replace("tool_calls_", "tool\u2581calls\u2581")
+        .replace("tool_call_", "tool\u2581call\u2581")
+        .replace("tool_sep", "tool\u2581sep")
+    )
 
 
 # text of an answer -> its content, and what it calls
@@ -105,6 +118,63 @@ TEXTS: dict[str, tuple[str, str, list[tuple[str, dict[str, Any]]]]] = {
         "",
         [("weather", BERLIN), ("clock", {})],
     ),
+    "Kimi": (
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0"
+        '<|tool_call_argument_begin|>{"city": "Berlin"}<|tool_call_end|><|tool_call_begin|>'
+        "functions.clock:1<|tool_call_argument_begin|>{}<|tool_call_end|>"
+        "<|tool_calls_section_end|>",
+        "",
+        [("weather", BERLIN), ("clock", {})],
+    ),
+    "DeepSeek V3": (
+        deepseek('function<|tool_sep|>weather\n```json\n{"city": "Berlin"}\n```'),
+        "",
+        [("weather", BERLIN)],
+    ),
+    "DeepSeek V3.1": (
+        "I look." + deepseek('weather<|tool_sep|>{"city": "Berlin"}'),
+        "I look.",
+        [("weather", BERLIN)],
+    ),
+    "Mistral with names": (
+        'Yes.[TOOL_CALLS]weather[ARGS]{"city": "Paris"}[TOOL_CALLS]clock[CALL_ID]ab1[ARGS]{}',
+        "Yes.",
+        [("weather", PARIS), ("clock", {})],
+    ),
+    "Granite": (
+        "<|tool_call|>" + json.dumps([{"name": "weather", "arguments": PARIS}]),
+        "",
+        [("weather", PARIS)],
+    ),
+    "LFM2": (
+        '<|tool_call_start|>[weather(city="Berlin"), clock()]<|tool_call_end|>',
+        "",
+        [("weather", BERLIN), ("clock", {})],
+    ),
+    "OLMo": (
+        '<function_calls>weather(city="Berlin", code=true)\nclock()</function_calls>',
+        "",
+        [("weather", {"city": "Berlin", "code": True}), ("clock", {})],
+    ),
+    "Llama 4": ('[weather(city="Berlin")]', "", [("weather", BERLIN)]),
+    "a list of Python that calls nothing": ("[weather, clock]", "[weather, clock]", []),
+    "a name in brackets": ("[Note] it rains", "[Note] it rains", []),
+    "Command A": (
+        '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "weather", "parameters": '
+        '{"city": "Berlin"}}]<|END_ACTION|>',
+        "",
+        [("weather", BERLIN)],
+    ),
+    "Apertus": (
+        '<|tools_prefix|>[{"weather": {"city": "Berlin"}}]<|tools_suffix|>',
+        "",
+        [("weather", BERLIN)],
+    ),
+    "Gemma 4": (
+        '<|tool_call>call:weather{city:<|"|>Ber"lin<|"|>,days:3}<tool_call|>',
+        "",
+        [("weather", {"city": 'Ber"lin', "days": 3})],
+    ),
     "tags with words between": (
         "<tool_call><function=clock></function> or <function=clock></function></tool_call>",
         "<tool_call><function=clock></function> or <function=clock></function></tool_call>",
@@ -146,6 +216,28 @@ def test_the_whole_text_at_once_is_read_alike() -> None:
     for text, content, calls in TEXTS.values():
         found, complete = ToolText(TOOLS).feed(text, finished=True)
         assert (found, called(complete)) == (content, calls)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "weather(" * 9_000 + ")",
+        f"[{'weather(city=' * 500}1{')' * 500}]",
+        f"weather(city={'[' * 300}{']' * 300})",
+        f"weather(city={'9' * 5_000})",
+        'weather(city="\\d" "\\p{L}", **x)',
+        "weather[ARGS]" + '{"a":' * 5_000,
+        "call:weather{" + "a:" * 20_000 + "}",
+        "<escape>" * 20_001 + "weather{}",
+    ],
+    ids=range(8),
+)
+def test_hostile_calls_are_content_soon(body: str) -> None:
+    text = f"<|tool_call|>{body}<|/tool_call|>"
+    begun = time.process_time()
+    content, calls = ToolText(TOOLS).feed(text, finished=True)
+    assert (content, calls) == (text, [])
+    assert time.process_time() - begun < 5
 
 
 def test_words_are_not_held_back() -> None:
