@@ -211,8 +211,9 @@ NEMOS = {
     "ranks": (Variant("mcore", tp_size=2, pp_size=2), {"num_kv_heads": 2}),
     "torch_dist": (Variant("torch_dist", dtype="bf16"), {"num_kv_heads": 2}),
     "plus_one": (Variant("mcore", plus_one=True), {"normalization": "layernorm"}),
+    "post": (Variant(), {"norm_placement": "post", "final_norm": False}),
 }
-TYPES = {"classic": "gpt2", "plus_one": "stablelm"}
+TYPES = {"classic": "gpt2", "plus_one": "stablelm", "post": "opt"}
 LLAMA = {
     "position_embedding": "rope",
     "normalization": "rmsnorm",

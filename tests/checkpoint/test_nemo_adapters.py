@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
+from launcher_scripts.common.errors import CheckpointError
 from launcher_scripts.config.export import TokenizerSettings
 from tests.checkpoint import reference_forward_gpt, reference_forward_t5
 from tests.checkpoint.exporting import export_folder, open_weights
@@ -114,3 +115,10 @@ def test_unused_lora_is_told(
 ) -> None:
     check_logits("peft_t5_lora_nemo1.23.0", shared_dir / "fixtures" / "nemo", tmp_path, 1)
     assert "cross-attention" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["peft_gpt_lora_nemo1.23.0", "peft_t5_lora_nemo1.23.0"])
+def test_an_adapter_is_no_model(name: str, shared_dir: Path, tmp_path: Path) -> None:
+    path = shared_dir / "fixtures" / "nemo" / name / "model.nemo"
+    with pytest.raises(CheckpointError, match="is a prompt or an adapter, not a model: name it in"):
+        export_folder(path, tmp_path)

@@ -171,7 +171,8 @@ def opt(raw: RawConfig) -> GPTConfig:
         activation=raw.activation("activation_function", "relu"),
         attention_bias=bias,
         mlp_bias=bias,
-        tied_embeddings=False,
+        # Projected embeddings are of another size than the head's.
+        tied_embeddings=not {"lm_head.weight", "decoder.project_in.weight"} & {*raw.keys},
     )
 
 

@@ -378,7 +378,8 @@ class NemoCheckpoint(TensorShards):
         else:
             root, raw = read_nemo_config(archive)
             shards = _read_weights(archive, root, raw)
-        read = _t5 if T5_TABLE in shards else _gpt
+        is_t5 = T5_TABLE in shards or (TABLE not in shards and section(raw, "encoder"))
+        read = _t5 if is_t5 else _gpt
         options = TrainingOptions(raw, Problems(f"model_config.yaml of {archive.path}"))
         config, dialects, more = read(archive, options, shards)
         notes = (*notes, *more, *options.check_keys())
