@@ -241,7 +241,8 @@ def send(path: Path, names: Path, count: int) -> int:
             began = time.perf_counter()
             reply = client.send(tensors, version=f"step-{number}")
             seconds = time.perf_counter() - began
-            print(json.dumps({"seconds": seconds, **seconds_of(reply)}), flush=True)
+            of_server = {"server_seconds": reply["seconds"], **seconds_of(reply)}
+            print(json.dumps({"seconds": seconds, **of_server}), flush=True)
             time.sleep(QUIET_SECONDS)
     return 0
 

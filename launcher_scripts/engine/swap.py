@@ -39,7 +39,7 @@ from launcher_scripts.engine.messages.message import ExchangeWeights, RefitWeigh
 from launcher_scripts.engine.model.weight_loader import DTYPES, Reader
 from launcher_scripts.engine.ranks.operations import OperationError, Operations
 from launcher_scripts.engine.runner.loading import assemble_runner, open_checkpoint, read_weights
-from launcher_scripts.engine.runner.refit_source import RefitSource
+from launcher_scripts.engine.runner.refit_source import RefitSource, SharedTensors
 from launcher_scripts.engine.runner.weight_exchange import (
     HOST,
     check_memory,
@@ -140,11 +140,13 @@ class WeightSwaps:
         drain_seconds: float = DRAIN_SECONDS,
         *,
         probe: bool = False,
+        memory: SharedTensors | None = None,
         began: float | None = None,
     ) -> SwapResult:
         """Serve the weights of a transformers folder of the model that is served.
 
         version: the trainer's name of them;  probe: compare logits with the CPU's, as `swap` does
+        memory:  of tensors on GPUs that the folder names, where it is open already
         began:   by time.perf_counter(), when their transfer began, where it is part of the call
         Raises as `swap`.
         """
@@ -152,7 +154,7 @@ class WeightSwaps:
         with self._operations():
             settings = self._engine.settings
             served = open_checkpoint(settings, verify=False)
-            source = RefitSource.of(folder, served)
+            source = RefitSource.of(folder, served, memory)
             source.complete()
             references: list[Tensor] = []
             if probe:
@@ -162,7 +164,7 @@ class WeightSwaps:
             digests = DigestChain(source.identity, {}, version or str(self.version + 1))
             operation = RefitWeights(folder, source.identity)
             new = (folder, digests)
-            return self._replace(operation, references, new, mode, drain_seconds, began)
+            return self._replace(operation, references, new, mode, drain_seconds, began, source)
 
     def sleep(self, drain_seconds: float = DRAIN_SECONDS) -> None:
         """Give the device's memory back: the host has the weights, and the cache is dropped.
@@ -234,13 +236,17 @@ class WeightSwaps:
         mode: ExchangeMode,
         drain_seconds: float,
         began: float,
+        source: RefitSource | None = None,
     ) -> SwapResult:
-        """Do the operation; references: of the probe, none where there is none."""
+        """Do the operation; references: of the probe, none where there is none.
+
+        source: of a refit, which this rank need not open again
+        """
         engine, operations = self._engine, self._engine.operations
         requests = probe_requests(engine.config) if references else []
         if requests:
             self.warm_up()
-        operations.prepare(operation)
+        operations.prepare(operation, source)
         prepared = time.perf_counter()
         try:
             rows, difference, seconds, pause = engine.between_steps(

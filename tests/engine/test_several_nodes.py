@@ -220,10 +220,10 @@ def test_a_rank_of_another_node_that_dies_during_an_exchange_ends_the_server(
     second = write_checkpoint(folder, GPT2, random_tensors(GPT2, 1), 2)
     pid, perform = engine.ranks[1].pid, RankOperations.perform
 
-    def perform_and_kill(operations: RankOperations, request: OperationRequest) -> None:
+    def perform_and_kill(operations: RankOperations, request: OperationRequest, *more) -> None:
         if request.action == moment:
             os.kill(pid, signal.SIGKILL)
-        perform(operations, request)
+        perform(operations, request, *more)
 
     monkeypatch.setattr(RankOperations, "perform", perform_and_kill)
     with pytest.raises(ServerError, match=r"rank 1 on node 1 .*SIGKILL"):

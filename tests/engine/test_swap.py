@@ -142,8 +142,8 @@ def with_rows(engine: Engine, monkeypatch, count: int, output_len: int) -> list:
     futures, started = [], threading.Event()
     prepare = engine.operations.prepare
 
-    def prepare_then_begin(operation: ExchangeWeights) -> None:
-        prepare(operation)
+    def prepare_then_begin(operation: ExchangeWeights, source: None) -> None:
+        prepare(operation, source)
         futures.extend(
             engine.submit(GenerateRequest(IDS[number:], output_len), lambda _: started.set())
             for number in range(count)
@@ -339,10 +339,10 @@ def test_a_rank_that_dies_ends_the_server_with_its_name(tmp_path: Path, monkeypa
     swaps = WeightSwaps(engine)
     original = RankOperations.perform
 
-    def perform(operations: RankOperations, request: OperationRequest) -> None:
+    def perform(operations: RankOperations, request: OperationRequest, *more) -> None:
         if request.action == moment:
             os.kill(pid, signal.SIGKILL)
-        original(operations, request)
+        original(operations, request, *more)
 
     monkeypatch.setattr(RankOperations, "perform", perform)
     with pytest.raises(ServerError, match=r"rank 1 .*SIGKILL"):

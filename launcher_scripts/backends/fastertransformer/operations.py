@@ -266,7 +266,8 @@ class RefitSocket:
             (folder / CONFIG_NAME).write_text(self._config)
             mode, seconds = drain_of(metadata, EXCHANGE_MODES[1])
             version = str(metadata.get("version", ""))
-            reply = self._swaps.refit(folder, version, mode, seconds, began=began).values()
+            result = self._swaps.refit(folder, version, mode, seconds, memory=memory, began=began)
+            reply = {**result.values(), "seconds": time.perf_counter() - began}
         except EOFError:
             raise
         except Exception as error:

@@ -36,6 +36,7 @@ from launcher_scripts.engine.messages.message import (
 from launcher_scripts.engine.ranks.ranks import POLL_SECONDS, Ranks
 from launcher_scripts.engine.runner.loading import EngineSettings
 from launcher_scripts.engine.runner.operations import RankOperations
+from launcher_scripts.engine.runner.refit_source import RefitSource
 from launcher_scripts.engine.runner.runner import Runner
 from launcher_scripts.models.adapters import LORA_NAME, MAX_LORAS_KEY, Adapters
 
@@ -91,15 +92,16 @@ class Operations:
         finally:
             self._lock.release()
 
-    def prepare(self, operation: Operation) -> None:
+    def prepare(self, operation: Operation, source: RefitSource | None = None) -> None:
         """Have every rank prepare an operation while steps go on, and wait for all.
 
+        source: of a refit, as rank 0 has opened it
         Raises OperationError with the reasons of those that cannot, and ServerError when a rank is
         lost; then none of them holds anything of it.
         """
         self._number += 1
         request = OperationRequest(self._number, "prepare", operation)
-        self._local.perform(request)
+        self._local.perform(request, source)
         self._ranks.request(request)
         try:
             reasons = self._wait(request)

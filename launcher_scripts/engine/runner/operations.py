@@ -27,6 +27,7 @@ from launcher_scripts.engine.messages.message import (
 )
 from launcher_scripts.engine.runner.graphs import device_memory
 from launcher_scripts.engine.runner.loading import EngineSettings
+from launcher_scripts.engine.runner.refit_source import RefitSource
 from launcher_scripts.engine.runner.runner import Runner
 from launcher_scripts.engine.runner.weight_exchange import (
     LoRALoad,
@@ -179,11 +180,14 @@ class RankOperations:
         self._cancelled = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def perform(self, request: OperationRequest) -> None:
-        """Do what rank 0 asks for. Called by the thread that steps, but for `prepare`."""
+    def perform(self, request: OperationRequest, source: RefitSource | None = None) -> None:
+        """Do what rank 0 asks for. Called by the thread that steps, but for `prepare`.
+
+        source: of a refit, where this process has opened it
+        """
         if request.action == "prepare":
             previous, self._cancelled = self._thread, threading.Event()
-            arguments = (request, previous, self._cancelled)
+            arguments = (request, source, previous, self._cancelled)
             self._thread = threading.Thread(target=self._prepare, args=arguments, daemon=True)
             self._thread.start()
         elif request.action == "finish":
@@ -216,6 +220,7 @@ class RankOperations:
     def _prepare(
         self,
         request: OperationRequest,
+        source: RefitSource | None,
         previous: threading.Thread | None,
         cancelled: threading.Event,
     ) -> None:
@@ -235,6 +240,8 @@ class RankOperations:
                 raise RuntimeError("nothing is to be prepared")
             build = OPERATIONS[type(operation)]
             prepared = build(operation, self._runner, self._settings, self._rank)
+            if isinstance(prepared, WeightRefit):
+                prepared.opened = source
             with torch.inference_mode():
                 prepared.prepare(check)
             check()

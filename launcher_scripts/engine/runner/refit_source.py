@@ -63,9 +63,13 @@ class RefitSource:
     memory: SharedTensors | None = None
 
     @classmethod
-    def of(cls, folder: Path, served: FTCheckpoint) -> RefitSource:
-        """Open the folder. Raises CheckpointError with every tensor that is missing, unknown or of
-        another shape, and ConfigError where it is another model.
+    def of(
+        cls, folder: Path, served: FTCheckpoint, memory: SharedTensors | None = None
+    ) -> RefitSource:
+        """Open the folder; memory: that it names, where it is open already.
+
+        Raises CheckpointError with every tensor that is missing, unknown or of another shape, and
+        ConfigError where it is another model.
         """
         # The readers of all formats are loaded when they are needed.
         from launcher_scripts.checkpoint.export import open_source
@@ -78,7 +82,7 @@ class RefitSource:
         problems.raise_if_any(ConfigError)
         rows = family_of(checkpoint.config).weights(checkpoint.config)
         tasks = plan_tasks(checkpoint, rows, f"the weights of {folder}")
-        memory = SharedTensors.of(folder)
+        memory = memory or SharedTensors.of(folder)
         return cls(folder, served, {task.name: task for task in tasks}, memory)
 
     def complete(self) -> None:

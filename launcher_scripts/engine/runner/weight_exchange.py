@@ -138,14 +138,18 @@ class WeightExchange(AllExchange[ExchangeWeights]):
 
 
 class WeightRefit(AllExchange[RefitWeights]):
-    """The exchange with the weights of a transformers folder, which is not exported before."""
+    """The exchange with the weights of a transformers folder, which is not exported before.
+
+    opened: the folder, where this process has opened it
+    """
 
     values_are_new = True
+    opened: RefitSource | None = None
 
     def _source(self) -> tuple[FTCheckpoint, Reader]:
         operation, parallelism = self._operation, self._settings.parallelism
         served = open_checkpoint(self._settings, verify=False)
-        source = RefitSource.of(operation.folder, served)
+        source = self.opened or RefitSource.of(operation.folder, served)
         if source.identity != operation.identity:
             message = f"{operation.folder} has other files than rank 0 has"
             raise CheckpointError(
