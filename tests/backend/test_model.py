@@ -12,7 +12,6 @@ import types
 import weakref
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
