@@ -28,10 +28,8 @@ _CLIP = "attention_clip"
 _LONG = ("rotary_factors", "rotary_long_factors", "rotary_original_positions")
 _NEEDED_OF_SCALING = {
     "llama3": (
-        "rotary_scaling_factor",
-        "rotary_low_frequency_factor",
-        "rotary_high_frequency_factor",
-        "rotary_original_positions",
+        *("rotary_scaling_factor", "rotary_low_frequency_factor"),
+        *("rotary_high_frequency_factor", "rotary_original_positions"),
     ),
     "factors": ("rotary_factors",),
     "longrope": _LONG,

@@ -483,21 +483,16 @@ class GPTWeightLoader(SideStreamLoader):
             return None
         stem = "layers.*.attention"
         if self.config.qk_norm_per_head:
-            return self._norms_per_head(stem, layer)
+            query, key = (
+                self._tensor(f"{stem}.{part}_norm.weight", torch.float32, layer)
+                for part in ("query", "key")
+            )
+            config = self.config.of_layer(layer)
+            return HeadNorms.per_head(
+                query, key, config.head_size, config.normalization, config.norm_eps
+            )
         return HeadNorms(
             self._norm(f"{stem}.query_norm", layer),
             self._norm(f"{stem}.key_norm", layer),
             joint=bool(self.config.joint_qk_norm),
         )
-
-    def _norms_per_head(self, stem: str, layer: int) -> HeadNorms:
-        """Norms without weights, and the weights of all heads, with ones for those of values."""
-        config = self.config.of_layer(layer)
-        query, key = (
-            self._tensor(f"{stem}.{part}_norm.weight", torch.float32, layer)
-            for part in ("query", "key")
-        )
-        ones = torch.ones(config.head_size, device=self.device)
-        bias = torch.zeros_like(ones) if config.normalization == "layernorm" else None
-        plain = Norm(config.normalization, ones, bias, config.norm_eps)
-        return HeadNorms(plain, plain, scales=torch.cat([query, key, torch.ones_like(key)]))
