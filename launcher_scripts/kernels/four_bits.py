@@ -3,12 +3,13 @@
 mxfp4: e2m1 times a power of two (e8m0), as OCP Microscaling 1.0 and gpt-oss have it.
 int4:  an integer of four bits less a zero point, times a scale in the compute type.
 
-A byte has two weights of a row whose columns are GROUP apart, so that a kernel needs no shuffle to
-separate them: of 64 columns the low codes are the first 32. The bits of two e2m1 codes lie in their
-byte as the kernels want to mask them; see `_LOW` and `_HIGH`.
+Of 64 columns lie the codes of four, which are 16 apart, in one half of a word, so that a kernel
+needs no shuffle to separate them. Three of four e2m1 codes lie as bfloat16 has sign, exponent and
+mantissa, but for a shift; see `_FLOATS` and kernels/cuda/packed.py.
 
-scale: uint8 of mxfp4, the exponent plus 127;  of int4 in the compute type, where zero points are 8;
-       int32 where there are others: the scale's float32 with the zero point in its lowest four bits
+scale: int16 of mxfp4, the bits of 2^RAISED times the scale in bfloat16;  of int4 in the compute type,
+       where zero points are 8;  int32 where there are others: the scale's float32 with the zero
+       point in its lowest four bits
 
 A weight that had four bits in its checkpoint keeps them: a power of two is found as it was, and
 `_restored` finds the integers and scales of int4 in numbers that were rounded to the compute type.
@@ -23,54 +24,58 @@ from torch import Tensor
 
 GROUP = 32
 PERIOD = 2 * GROUP  # columns whose codes lie in GROUP neighbouring bytes
+QUARTER = PERIOD // 4
 ZERO_POINT = 8
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-BIAS = 127  # of e8m0
+RAISED = 94
+BIAS = 127 + RAISED  # of the exponents of mxfp4's scales
 VALUES_AT_ONCE = 1 << 24
 SAMPLE = 1024  # groups, of which one at least has few values where a matrix has four bits
 NEAR = 2.0**-7  # relative; two roundings to bfloat16
-# Where bits 0 to 3 of an e2m1 code are in a byte: of its low code, and of its high code.
-_LOW, _HIGH = (5, 6, 0, 7), (2, 3, 1, 4)
+# Where the bits 0 to 3 of a half's codes lie, which are QUARTER columns apart.
+_INTEGERS = tuple(tuple(range(first, first + 4)) for first in (0, 8, 4, 12))
+_FLOATS = (6, 7, 8, 15), (3, 4, 5, 12), (0, 1, 2, 9), (10, 11, 13, 14)
+# The powers of two that leave e2m1 in bfloat16 while a kernel widens it.
+MIN_EXPONENT, MAX_EXPONENT = -90, 33
 
 
 @cache
-def _tables(is_float: bool, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Bits of a low and of a high code in their byte, uint8 [16] each; both codes of every byte,
-    int64 [256, 2]."""
-    low, high = (
+def _table(is_float: bool, device: torch.device) -> Tensor:
+    """Bits of the 16 codes at each of the 4 places of a half, int16 [4, 16]."""
+    halves = [
         [sum((code >> bit & 1) << place for bit, place in enumerate(places)) for code in range(16)]
-        for places in ((_LOW, _HIGH) if is_float else (range(4), range(4, 8)))
-    )
-    codes = torch.empty(256, 2, dtype=torch.int64)
-    for first in range(16):
-        for second in range(16):
-            codes[low[first] | high[second]] = torch.tensor([first, second])
-    tables = (torch.tensor(bits, dtype=torch.uint8, device=device) for bits in (low, high))
-    return (*tables, codes.to(device))  # type: ignore[return-value]
+        for places in (_FLOATS if is_float else _INTEGERS)
+    ]
+    return torch.tensor(halves, device=device).to(torch.int16)
 
 
 def packed(codes: Tensor, is_float: bool) -> Tensor:
     """uint8 [out, in / 2] of codes [out, in] from 0 to 15; is_float: of e2m1."""
-    low, high, _ = _tables(is_float, codes.device)
-    first, second = codes.long().unflatten(1, (-1, 2, GROUP)).unbind(2)
-    result: Tensor = low[first] | high[second]
-    return result.flatten(1)
+    table = _table(is_float, codes.device)
+    columns = codes.long().unflatten(1, (-1, 4, QUARTER)).unbind(2)
+    first, *others = (bits[column] for bits, column in zip(table, columns, strict=True))
+    for other in others:
+        first |= other
+    return first.flatten(1).view(torch.uint8)
 
 
 def unpacked(weight: Tensor, is_float: bool) -> Tensor:
     """The codes, int64 [out, in]."""
-    codes = _tables(is_float, weight.device)[2][weight.long()]
-    result: Tensor = codes.unflatten(1, (-1, GROUP)).transpose(2, 3).flatten(1)
-    return result
+    halves = weight.contiguous().view(torch.int16).long().unflatten(1, (-1, QUARTER))
+    codes = [
+        torch.stack([(halves >> place & 1) << bit for bit, place in enumerate(places)]).sum(0)
+        for places in (_FLOATS if is_float else _INTEGERS)
+    ]
+    return torch.stack(codes, 2).flatten(1)
 
 
 def dequantized(weight: Tensor, scale: Tensor, compute: torch.dtype) -> Tensor:
     """float32 [out, in] of packed weights; products with scales are rounded to `compute`."""
-    is_float = scale.dtype == torch.uint8
+    is_float = scale.dtype == torch.int16
     codes = unpacked(weight, is_float).unflatten(1, (-1, GROUP))
     if is_float:
         numbers = torch.tensor([*E2M1, *(-number for number in E2M1)], device=weight.device)[codes]
-        factors = torch.ldexp(torch.ones_like(scale, dtype=torch.float32), scale.int() - BIAS)
+        factors = scale.view(torch.bfloat16).float() * 2.0**-RAISED
     elif scale.dtype == torch.int32:
         numbers = (codes - (scale & 15)[..., None]).float()
         factors = (scale & -16).view(torch.float32)
@@ -82,7 +87,7 @@ def dequantized(weight: Tensor, scale: Tensor, compute: torch.dtype) -> Tensor:
 def empty(values: Tensor, compute: torch.dtype, *, is_float: bool) -> tuple[Tensor, Tensor]:
     """Packed weights and scales for values [out, in], without numbers."""
     rows, size = values.shape
-    kind = torch.uint8 if is_float else compute
+    kind = torch.int16 if is_float else compute
     return (
         values.new_empty(rows, size // 2, dtype=torch.uint8),
         values.new_empty(rows, size // GROUP, dtype=kind),
@@ -98,13 +103,13 @@ def to_mxfp4(values: Tensor) -> tuple[Tensor, Tensor]:
     largest = groups.abs().amax(2)
     exponent = torch.frexp(largest).exponent - 3
     exponent += (torch.ldexp(largest, -exponent) > 7).int()
-    exponent = torch.where(largest > 0, exponent, 0).clamp(1 - BIAS, BIAS - 2)
+    exponent = torch.where(largest > 0, exponent, 0).clamp(MIN_EXPONENT, MAX_EXPONENT)
     sizes = torch.ldexp(groups.abs(), -exponent[..., None]).clamp(max=E2M1[-1])
     steps = 0.5 * 2.0 ** ((sizes >= 2).int() + (sizes >= 4).int())
     rounded = ((sizes / steps).round() * steps).contiguous()
     codes = torch.searchsorted(torch.tensor(E2M1, device=values.device), rounded)
     codes += 8 * (groups < 0)
-    return packed(codes.flatten(1), True), (exponent + BIAS).to(torch.uint8)
+    return packed(codes.flatten(1), True), ((exponent + BIAS) << 7).to(torch.int16)
 
 
 def to_int4(values: Tensor, compute: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -145,7 +145,7 @@ class Linear:
         if self.scale is None:
             return None
         if self.weight.dtype == torch.uint8:
-            return "mxfp4" if self.scale.dtype == torch.uint8 else "int4"
+            return "mxfp4" if self.scale.dtype == torch.int16 else "int4"
         return "int8" if self.weight.dtype == torch.int8 else "fp8"
 
     @property

@@ -172,10 +172,11 @@ MIN_BATCH = 16  # the narrow side of a matrix product
 def _prefetch_pieces(starts, first, last, PREFETCH: tl.constexpr, BLOCK: tl.constexpr):
     """Prefetch the first PREFETCH pieces of a weight's rows."""
     line: tl.constexpr = BYTES * 8 // starts.dtype.element_ty.primitive_bitwidth
-    lines = tl.arange(0, BLOCK // line) * line
-    for piece in tl.static_range(PREFETCH):
-        columns = tl.minimum(first + piece * BLOCK + lines, last - 1)
-        prefetch(starts + columns[None, :])
+    if PREFETCH > 0:  # a piece of four bits may have less than a line
+        lines = tl.arange(0, BLOCK // line) * line
+        for piece in tl.static_range(PREFETCH):
+            columns = tl.minimum(first + piece * BLOCK + lines, last - 1)
+            prefetch(starts + columns[None, :])
 
 
 @triton.jit

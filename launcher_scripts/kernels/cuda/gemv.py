@@ -42,7 +42,7 @@ from launcher_scripts.kernels.cuda.norm import (
     parts_of,
     prescale,
 )
-from launcher_scripts.kernels.cuda.packed import PER_WORD, load_words, multiply_packed
+from launcher_scripts.kernels.cuda.packed import PER_LONG, load_longs, multiply_packed
 from launcher_scripts.kernels.operands import Hidden, Linear, Norm
 
 RAISED = tl.constexpr(2.0**80)  # times x: its products with steps of 2^-149 are normal numbers
@@ -83,7 +83,7 @@ def begin(
     """Return the arguments of `multiply` for a weight: its address and that of its scales, some of
     its rows, and their first tile [ROWS, BLOCK]. EVEN: all rows are of the weight."""
     if weight.dtype.element_ty == tl.uint8:
-        tile = load_words(weight, rows, 0, OUT, IN, BLOCK // PER_WORD)
+        tile = load_longs(weight, rows, 0, OUT, IN, BLOCK // PER_LONG)
     else:
         columns = tl.arange(0, BLOCK)[None, :]
         base = row_offsets(rows, columns, IN)
@@ -135,7 +135,7 @@ def multiply(
     with PAIRED. EVEN: all rows are of the weight.
     """
     if started[0].dtype.element_ty == tl.uint8:
-        product, other = multiply_packed(x, started, other_started, OUT, IN, PAIRED)
+        product, other = multiply_packed(x, started, other_started, OUT, IN, PAIRED, PACKED)
     else:
         product, other = _multiply(x, started, other_started, OUT, IN, PAIRED, ROLLED, EVEN, PACKED)
     return product, other

@@ -23,68 +23,51 @@ from launcher_scripts.kernels.operands import Linear
 GROUP = tl.constexpr(four_bits.GROUP)
 PERIOD = tl.constexpr(four_bits.PERIOD)
 ZERO_POINT = tl.constexpr(four_bits.ZERO_POINT)
-BIAS = tl.constexpr(four_bits.BIAS)
-E2M1_UNIT = tl.constexpr(2.0**126)
+RAISED_SCALE = four_bits.RAISED  # of e2m1: 2^126 times the number and the scale may not fit
+E2M1_UNIT = tl.constexpr(2.0 ** (126 - RAISED_SCALE))  # what is missing then
 RAISED = tl.constexpr(2.0**80)  # times x: its products with the smallest numbers are normal
-INT4_LOWERED = tl.constexpr(2.0 ** (149 - 80))
-E2M1_LOWERED = tl.constexpr(2.0 ** (126 - 80))
-PER_WORD = tl.constexpr(8)
-PER_LOAD = tl.constexpr(2)  # words a thread holds side by side, and quads of x: 16 bytes
+E2M1_LOWERED = tl.constexpr(2.0 ** (126 - RAISED_SCALE - 80))
+HALVES_PER_LONG = tl.constexpr(4)
+PER_LONG = tl.constexpr(16)
+PER_LOAD = tl.constexpr(2)  # longs a thread holds side by side: 16 bytes
+QUARTER = tl.constexpr(four_bits.QUARTER)
+SIGNED = tl.constexpr(-0x7E400000)  # where float32 has e2m1's sign, exponent and mantissa
+BYTES = tl.constexpr(0x0F0F0F0F)
+# Integers of x that are less than 2^14; the bits of 1.5 * 2^23 plus an integer have it as the last.
+X_BITS = tl.constexpr(13)
+MAGIC = tl.constexpr(12582912.0)
+MAGIC_BITS = tl.constexpr(0x4B400000)
+MIN_X = tl.constexpr(2.0**-100)
 
-# The low or the high codes of four bytes as two pairs of numbers. Each has a program, because the
-# compiler moves those with one result behind shared memory.
-_INT4_PTX = """
-and.b32 t, t, 0x0f0f0f0f;
-prmt.b32 $0, t, m, 0x4140;
-prmt.b32 $1, t, m, 0x4342;
-sub.rn.bf16x2 $0, $0, offset;
-sub.rn.bf16x2 $1, $1, offset;
-}"""
-_E2M1_PTX = """
-and.b32 l, l, 0xc0c0c0c0;
-prmt.b32 $0, l, h, 0x5140;
-prmt.b32 $1, l, h, 0x7362;
-mul.rn.bf16x2 $0, $0, unit;
-mul.rn.bf16x2 $1, $1, unit;
-}"""
-_INT4_BEGIN = """{
-.reg .b32 t, m, offset;
-mov.b32 m, 0x43434343;
-mov.b32 offset, 0x43084308;
-"""
-_E2M1_BEGIN = """{
-.reg .b32 h, l, t, unit;
-mov.b32 unit, 0x7e807e80;
-"""
-INT4_LOW = tl.constexpr(_INT4_BEGIN + "mov.b32 t, $2;" + _INT4_PTX)
-INT4_HIGH = tl.constexpr(_INT4_BEGIN + "shr.b32 t, $2, 4;" + _INT4_PTX)
-E2M1_LOW = tl.constexpr(_E2M1_BEGIN + "and.b32 h, $2, 0x81818181;\nshl.b32 l, $2, 1;" + _E2M1_PTX)
-E2M1_HIGH = tl.constexpr(
-    _E2M1_BEGIN
-    + "shl.b32 t, $2, 3;\nand.b32 t, t, 0x80808080;\nshr.b32 h, $2, 1;\n"
-    + "and.b32 h, h, 0x01010101;\nor.b32 h, h, t;\nshl.b32 l, $2, 4;"
-    + _E2M1_PTX
+# The codes at one place of two halves as a pair of numbers, less an offset, times a factor.
+_INT4 = "lop3.b32 $0, $0, 0x000f000f, 0x43004300, 0xea;\nsub.rn.bf16x2 $0, $0, $3;"
+_INT4 += "\nmul.rn.bf16x2 $0, $0, $2;"
+_E2M1 = "\nand.b32 $0, $0, 0x81c081c0;\nmul.rn.bf16x2 $0, $0, $2;"
+INT4_1 = tl.constexpr("mov.b32 $0, $1;" + _INT4)
+INT4_2 = tl.constexpr("shr.b32 $0, $1, 8;" + _INT4)
+INT4_3 = tl.constexpr("shr.b32 $0, $1, 4;" + _INT4)
+INT4_4 = tl.constexpr("shr.b32 $0, $1, 12;" + _INT4)
+E2M1_1 = tl.constexpr("mov.b32 $0, $1;" + _E2M1)
+E2M1_2 = tl.constexpr("shl.b32 $0, $1, 3;" + _E2M1)
+E2M1_3 = tl.constexpr("shl.b32 $0, $1, 6;" + _E2M1)
+E2M1_4 = tl.constexpr(
+    "{\n.reg .b32 t;\nshl.b32 $0, $1, 1;\nand.b32 $0, $0, 0x80008000;\nshr.b32 t, $1, 5;\n"
+    "lop3.b32 $0, t, 0x01000100, $0, 0xea;\nshr.b32 t, $1, 4;\n"
+    "lop3.b32 $0, t, 0x00c000c0, $0, 0xea;\nmul.rn.bf16x2 $0, $0, $2;\n}"
 )
 
 
 @triton.jit
 def load_scales(scales, groups, mask):
     """float32 scales of even groups and of those after them, and the zero points of both."""
-    if scales.dtype.element_ty == tl.uint8:
-        pair = tl.load(scales.to(tl.pointer_type(tl.int16)) + groups // 2, mask=mask, other=0)
-        pair = pair.to(tl.int32)
-        low = ((pair & 255) << 23).to(tl.float32, bitcast=True)
-        high = (((pair >> 8) & 255) << 23).to(tl.float32, bitcast=True)
-        low_zero = tl.zeros(low.shape, tl.float32)
-        high_zero = low_zero
-    elif scales.dtype.element_ty == tl.int32:
+    if scales.dtype.element_ty == tl.int32:
         pair = tl.load(scales.to(tl.pointer_type(tl.int64)) + groups // 2, mask=mask, other=0)
         first, second = pair.to(tl.int32), (pair >> 32).to(tl.int32)
         low = (first & -16).to(tl.float32, bitcast=True)
         high = (second & -16).to(tl.float32, bitcast=True)
         low_zero, high_zero = (first & 15).to(tl.float32), (second & 15).to(tl.float32)
     else:
-        if scales.dtype.element_ty == tl.bfloat16:
+        if scales.dtype.element_ty != tl.float16 and scales.dtype.element_ty != tl.float32:
             pair = tl.load(scales.to(tl.pointer_type(tl.int32)) + groups // 2, mask=mask, other=0)
             low = (pair << 16).to(tl.float32, bitcast=True)
             high = (pair & -65536).to(tl.float32, bitcast=True)
@@ -97,32 +80,103 @@ def load_scales(scales, groups, mask):
 
 
 @triton.jit
-def _by_ptx(tile, PTX: tl.constexpr):
+def _load_factors(scales, groups, mask):
+    """As load_scales, in bfloat16, what PTX multiplies numbers by and what it takes off before."""
+    offset = tl.full(mask.shape, 128.0 + ZERO_POINT, tl.bfloat16)
+    other_offset = offset
+    if scales.dtype.element_ty == tl.int32:
+        pair = tl.load(scales.to(tl.pointer_type(tl.int64)) + groups // 2, mask=mask, other=0)
+        first, second = pair.to(tl.int32), (pair >> 32).to(tl.int32)
+        low, high = _bfloat16(first >> 16), _bfloat16(second >> 16)
+        offset, other_offset = _bfloat16(first & 15 | 0x4300), _bfloat16(second & 15 | 0x4300)
+    else:
+        pair = tl.load(scales.to(tl.pointer_type(tl.int32)) + groups // 2, mask=mask, other=0)
+        low, high = _bfloat16(pair), _bfloat16(pair >> 16)
+    return low, high, offset, other_offset
+
+
+@triton.jit
+def _bfloat16(bits):
+    return bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def _by_ptx(halves, factor, offset, PTX: tl.constexpr):
     return tl.inline_asm_elementwise(
-        PTX, "=&r,=&r,r", [tile], dtype=tl.bfloat16, is_pure=True, pack=4
+        PTX, "=&r,r,r,r", [halves, factor, offset], dtype=tl.bfloat16, is_pure=True, pack=2
     )
 
 
 @triton.jit
-def converted(tile, kind: tl.constexpr, E2M1: tl.constexpr, PACKED: tl.constexpr):
-    """The low and the high codes of bytes as numbers of a type; int4's less ZERO_POINT.
-
-    PACKED: four bytes at a time
-    """
-    if PACKED and kind == tl.bfloat16:
-        first = _by_ptx(tile, E2M1_LOW if E2M1 else INT4_LOW)
-        second = _by_ptx(tile, E2M1_HIGH if E2M1 else INT4_HIGH)
+def _widened(halves, factor, offset, PLACE: tl.constexpr, E2M1: tl.constexpr):
+    """(code - offset) * factor in bfloat16, of int4's code plus 128."""
+    if PLACE == 0:
+        number = _by_ptx(halves, factor, offset, E2M1_1 if E2M1 else INT4_1)
+    elif PLACE == 1:
+        number = _by_ptx(halves, factor, offset, E2M1_2 if E2M1 else INT4_2)
+    elif PLACE == 2:
+        number = _by_ptx(halves, factor, offset, E2M1_3 if E2M1 else INT4_3)
     else:
-        bits = tile.to(tl.int32)
-        if E2M1:
-            first = ((bits & 0x81) << 24) | ((bits & 0x60) << 17)
-            second = ((bits & 0x10) << 27) | ((bits & 2) << 23) | ((bits & 12) << 20)
-            first = first.to(tl.float32, bitcast=True) * E2M1_UNIT
-            second = second.to(tl.float32, bitcast=True) * E2M1_UNIT
+        number = _by_ptx(halves, factor, offset, E2M1_4 if E2M1 else INT4_4)
+    return number
+
+
+@triton.jit
+def _moved(bits, PLACES: tl.constexpr):
+    """Bits moved to the left, or to the right."""
+    return bits << PLACES if PLACES >= 0 else bits >> -PLACES
+
+
+@triton.jit
+def _small(word, PLACE: tl.constexpr, UPPER: tl.constexpr, E2M1: tl.constexpr):
+    """The number at a place of the lower or upper half of words, in float32: int4's code; e2m1 is
+    2^126 too small."""
+    up: tl.constexpr = 0 if UPPER else 16
+    if not E2M1:
+        number = (word >> (16 - up + PLACE % 2 * 8 + PLACE // 2 * 4) & 15).to(tl.float32)
+    else:
+        if PLACE < 3:
+            bits = word << (up + 3 * PLACE) & SIGNED
         else:
-            first, second = (bits & 15) - ZERO_POINT, (bits >> 4) - ZERO_POINT
-        first, second = first.to(kind), second.to(kind)
-    return first, second
+            bits = word << (up + 1) & -0x80000000
+            bits |= _moved(word, up - 5) & 0x01000000
+            bits |= _moved(word, up - 4) & 0x00C00000
+        number = bits.to(tl.float32, bitcast=True)
+    return number
+
+
+@triton.jit
+def _quarter(
+    halves, terms, kind: tl.constexpr, PLACE: tl.constexpr, E2M1: tl.constexpr, PTX: tl.constexpr
+):
+    """The weights at one place of halves in a type. Those of e2m1 in bfloat16 with PTX lack E2M1_UNIT.
+
+    terms: of load_scales, or _load_factors for bfloat16 with PTX
+    """
+    factor, offset = terms[PLACE // 2], terms[2 + PLACE // 2]
+    if PTX and kind == tl.bfloat16:
+        number = _widened(halves, factor, offset, PLACE, E2M1)
+    else:
+        if PTX:
+            unit = tl.full(factor.shape, E2M1_UNIT if E2M1 else 1.0, tl.bfloat16)
+            number = _widened(halves, unit, tl.full(factor.shape, 128.0, tl.bfloat16), PLACE, E2M1)
+            number = number.to(tl.float32)
+        else:
+            number = _small(halves.to(tl.int32), PLACE, False, E2M1)
+            number *= E2M1_UNIT if E2M1 else 1.0
+        if not E2M1:
+            number -= offset
+        number = (number * factor).to(kind)
+    return number
+
+
+@triton.jit
+def _load_terms(scales, groups, mask, kind: tl.constexpr, PTX: tl.constexpr):
+    if PTX and kind == tl.bfloat16:
+        low, high, offset, other_offset = _load_factors(scales, groups, mask)
+    else:
+        low, high, offset, other_offset = load_scales(scales, groups, mask)
+    return low, high, offset, other_offset
 
 
 @triton.jit
@@ -133,18 +187,6 @@ def scales_at(scales, gate_scales, rows, is_up, IN: tl.constexpr, GATED: tl.cons
     if GATED:
         start = tl.where(is_up, start, gate_scales + offset)
     return start
-
-
-@triton.jit
-def _add_group(product, codes, inputs, valid, scale, zero, ZEROS: tl.constexpr):
-    """product plus codes times the inputs at an address, each row by its scale; with ZEROS less its
-    zero point."""
-    x = tl.load(inputs, mask=valid, other=0.0)
-    added = tl.dot(codes, x, input_precision="ieee")
-    if ZEROS:
-        ones = tl.full(codes.shape, 1.0, codes.dtype)  # sums of x where the products are
-        added += (ZERO_POINT - zero) * tl.dot(ones, x, input_precision="ieee")
-    return product + added * scale
 
 
 @triton.jit
@@ -168,53 +210,50 @@ def add_packed(
         there are
     first, last: whole BLOCKs, which are whole PERIODs
     """
-    e2m1: tl.constexpr = scales.dtype.element_ty == tl.uint8
-    zeros: tl.constexpr = scales.dtype.element_ty == tl.int32
+    e2m1: tl.constexpr = scales.dtype.element_ty == tl.int16
     kind: tl.constexpr = inputs.dtype.element_ty
-    columns = tl.arange(0, GROUP)
+    columns = tl.arange(0, QUARTER)
     product = tl.zeros([ROWS, BATCH], tl.float32)
-    weights = starts + columns[None, :]
+    weights = starts.to(tl.pointer_type(tl.int16)) + columns[None, :]
     offsets = inputs + columns[:, None]
     for column in tl.range(first, last, BLOCK):
         for part in tl.static_range(0, BLOCK, PERIOD):
             at = column + part
             if EVEN:
-                tile = tl.load(weights + at // 2, eviction_policy="evict_first")
+                tile = tl.load(weights + at // 4, eviction_policy="evict_first")
             else:
-                tile = tl.load(weights + at // 2, local, 0, eviction_policy="evict_first")
-            low, high, zero, other_zero = load_scales(scales, at // GROUP, local)
-            one, two = converted(tile, kind, e2m1, PACKED)
-            x = offsets + at
-            product = _add_group(product, one, x, valid, low, zero, zeros)
-            product = _add_group(product, two, x + GROUP, valid, high, other_zero, zeros)
+                tile = tl.load(weights + at // 4, local, 0, eviction_policy="evict_first")
+            terms = _load_terms(scales, at // GROUP, local, kind, PACKED)
+            for place in tl.static_range(4):
+                x = tl.load(offsets + at + place * QUARTER, mask=valid, other=0.0)
+                quarter = _quarter(tile, terms, kind, place, e2m1, PACKED)
+                product = tl.dot(quarter, x, product, input_precision="ieee")
+    if PACKED and kind == tl.bfloat16 and e2m1:
+        product *= E2M1_UNIT
     return product
 
 
 @triton.jit
-def load_words(weight, rows, first, OUT: tl.constexpr, IN: tl.constexpr, WORDS: tl.constexpr):
-    """int32 [ROWS, WORDS], the words from `first` on of the rows of a weight; zeros outside."""
-    words = first + tl.arange(0, WORDS)[None, :]
-    mask = (rows < OUT)[:, None] & (words < IN // PER_WORD)
-    at = weight.to(tl.pointer_type(tl.int32)) + rows[:, None].to(tl.int64) * (IN // PER_WORD)
-    at = tl.max_contiguous(at + words, [1, PER_LOAD])
+def load_longs(weight, rows, first, OUT: tl.constexpr, IN: tl.constexpr, LONGS: tl.constexpr):
+    """int64 [ROWS, LONGS], those from `first` on of the rows of a weight; zeros outside."""
+    longs = first + tl.arange(0, LONGS)[None, :]
+    mask = (rows < OUT)[:, None] & (longs < IN // PER_LONG)
+    at = weight.to(tl.pointer_type(tl.int64)) + rows[:, None].to(tl.int64) * (IN // PER_LONG)
+    at = tl.max_contiguous(at + longs, [1, PER_LOAD])
     return tl.load(at, mask=mask, other=0, eviction_policy="evict_first")
 
 
 @triton.jit
-def _quads(x, first, mask, ROWS: tl.constexpr):
-    """Four neighbouring numbers of x from each of `first` [1, WORDS] on, in float32 for ROWS rows
-    alike: they are widened behind the broadcast, so that threads exchange them as they are stored.
-    """
-    shape: tl.constexpr = [ROWS, first.shape[1]]
+def _quads(x, first, mask):
+    """Four neighbouring numbers of x from each of `first` on, in float32."""
     if x.dtype.element_ty == tl.float32:
-        one = tl.broadcast_to(tl.load(x + first, mask=mask, other=0.0), shape)
-        two = tl.broadcast_to(tl.load(x + first + 1, mask=mask, other=0.0), shape)
-        three = tl.broadcast_to(tl.load(x + first + 2, mask=mask, other=0.0), shape)
-        four = tl.broadcast_to(tl.load(x + first + 3, mask=mask, other=0.0), shape)
+        one = tl.load(x + first, mask=mask, other=0.0)
+        two = tl.load(x + first + 1, mask=mask, other=0.0)
+        three = tl.load(x + first + 2, mask=mask, other=0.0)
+        four = tl.load(x + first + 3, mask=mask, other=0.0)
     else:
         at = tl.max_contiguous(tl.multiple_of(first // 4, [1, PER_LOAD]), [1, PER_LOAD])
         quad = tl.load(x.to(tl.pointer_type(tl.int64)) + at, mask=mask, other=0)
-        quad = tl.broadcast_to(quad, shape)
         low, high = quad.to(tl.int32), (quad >> 32).to(tl.int32)
         if x.dtype.element_ty == tl.bfloat16:
             one = (low << 16).to(tl.float32, bitcast=True)
@@ -230,104 +269,189 @@ def _quads(x, first, mask, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _moved(bits, PLACES: tl.constexpr):
-    """Bits moved to the left, or to the right."""
-    return bits << PLACES if PLACES >= 0 else bits >> -PLACES
+def _largest(quad):
+    one, two, three, four = quad
+    return tl.maximum(tl.maximum(tl.abs(one), tl.abs(two)), tl.maximum(tl.abs(three), tl.abs(four)))
 
 
 @triton.jit
-def _numbers(word, BYTE: tl.constexpr, E2M1: tl.constexpr):
-    """A byte's low and high number of each word, as small float32 as their bits are; those of int4
-    are 2^(8 * BYTE % 16), the high ones 2^4 more, times too large."""
-    if E2M1:
-        first = _moved(word, 24 - 8 * BYTE) & -0x7F000000
-        first |= _moved(word, 17 - 8 * BYTE) & 0xC00000
-        second = _moved(word, 27 - 8 * BYTE) & -0x80000000
-        second |= _moved(word, 23 - 8 * BYTE) & 0x1000000
-        second |= _moved(word, 20 - 8 * BYTE) & 0xC00000
-    else:
-        half = word >> (16 * (BYTE // 2))
-        first = half & (15 << (8 * (BYTE % 2)))
-        second = half & (240 << (8 * (BYTE % 2)))
-    return first.to(tl.float32, bitcast=True), second.to(tl.float32, bitcast=True)
+def _permuted(bytes, others, SELECTED: tl.constexpr):
+    return tl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, $2, " + SELECTED + ";",
+        "=r,r,r",
+        [bytes, others],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def _add_bytes(total, codes, bytes, SIGN: tl.constexpr):
+    """total plus products of four bytes without a sign with others, which have one if SIGN is s."""
+    return tl.inline_asm_elementwise(
+        "dp4a.u32." + SIGN + "32 $0, $1, $2, $3;",
+        "=r,r,r,r",
+        [codes, bytes, total],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def _split(one, two, three, four, inverse):
+    """The high and the low bytes of four numbers as integers of 16 bits, each four in a word."""
+    first = _permuted(_integer(one, inverse), _integer(two, inverse), "0x5140")
+    second = _permuted(_integer(three, inverse), _integer(four, inverse), "0x5140")
+    return _permuted(first, second, "0x7632"), _permuted(first, second, "0x5410")
+
+
+@triton.jit
+def _integer(number, inverse):
+    return (number * inverse + MAGIC).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _sum_of_bytes(codes, other_codes, bytes):
+    """The integer of codes times x, as the bits of a float32 that is MAGIC too large."""
+    high, low, other_high, other_low = bytes
+    total = _add_bytes(tl.zeros(codes.shape, tl.int32), codes, high, "s")
+    total = _add_bytes(total, other_codes, other_high, "s") * 256 + MAGIC_BITS
+    total = _add_bytes(total, codes, low, "u")
+    return _add_bytes(total, other_codes, other_low, "u").to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _in_bytes(quad, other):
+    """Two quads, which are QUARTER apart, as _sum_of_bytes takes them, the step of their integers,
+    and their sum."""
+    one, two, three, four = quad
+    first, second, third, fourth = other
+    largest = tl.maximum(tl.maximum(_largest(quad), _largest(other)), MIN_X)
+    exponent = largest.to(tl.int32, bitcast=True) & 0x7F800000
+    inverse = (127 << 23) - exponent + ((127 + X_BITS) << 23)
+    inverse = inverse.to(tl.float32, bitcast=True)
+    step = (exponent - (X_BITS << 23)).to(tl.float32, bitcast=True)
+    high, low = _split(one, first, two, second, inverse)
+    other_high, other_low = _split(three, third, four, fourth, inverse)
+    bytes = high, low, other_high, other_low
+    ones = tl.full(high.shape, 0x01010101, tl.int32)
+    return bytes, step, _sum_of_bytes(ones, ones, bytes) - MAGIC
 
 
 @triton.jit
 def _of_pairs(values):
-    """Sums of the words that a thread holds side by side."""
+    """Sums of the longs that a thread holds side by side."""
     ROWS: tl.constexpr = values.shape[0]
     PAIRS: tl.constexpr = values.shape[1] // PER_LOAD
     return tl.sum(tl.reshape(values, [ROWS, PAIRS, PER_LOAD]), 2)
 
 
 @triton.jit
-def _add_words(total, word, scales, rows, first, low, high, OUT: tl.constexpr, IN: tl.constexpr):
-    """total [ROWS, pairs of words] plus the products of words' codes with their inputs.
+def _group(long, x, HIGH: tl.constexpr, BY_BYTES: tl.constexpr, E2M1: tl.constexpr):
+    """Products of the low or of the high group of longs, which miss scales and zero points, and
+    what is to be multiplied by these: [ROWS, LONGS] and [1, LONGS]."""
+    word, upper = long.to(tl.int32), (long >> 32).to(tl.int32)
+    if BY_BYTES:
+        bytes, step, total = x[HIGH]
+        low, high = (word >> (4 * HIGH)) & BYTES, (upper >> (4 * HIGH)) & BYTES
+        product = (_sum_of_bytes(low, high, bytes) - MAGIC) * step
+        total *= step
+    else:
+        product = tl.zeros(long.shape, tl.float32)
+        total = tl.zeros([1, long.shape[1]], tl.float32)
+        for quarter in tl.static_range(2):
+            quad = x[2 * HIGH + quarter]
+            for half in tl.static_range(4):
+                bits = word if half < 2 else upper
+                product += _small(bits, 2 * HIGH + quarter, half % 2, E2M1) * quad[half]
+                total += quad[half]
+    return product, total
 
-    first: the number of the first word
-    low, high: the inputs of the low and of the high codes, which are RAISED, and their sums
+
+@triton.jit
+def _add_longs(
+    total, long, scales, rows, first, x, OUT: tl.constexpr, IN: tl.constexpr, BY_BYTES: tl.constexpr
+):
+    """total [ROWS, pairs of longs] plus the products of longs' codes with their inputs.
+
+    first: the number of the first long;  x: of `_inputs`
     """
-    e2m1: tl.constexpr = scales.dtype.element_ty == tl.uint8
-    pairs = first // PER_LOAD + tl.arange(0, total.shape[1])[None, :]
-    periods = pairs // (PER_WORD // PER_LOAD)
+    e2m1: tl.constexpr = scales.dtype.element_ty == tl.int16
+    periods = (first // PER_LOAD + tl.arange(0, total.shape[1])[None, :]) // (4 // PER_LOAD)
     mask = (rows < OUT)[:, None] & (periods < IN // PERIOD)
     at = scales + rows[:, None].to(tl.int64) * (IN // GROUP)
     scale, other_scale, zero, other_zero = load_scales(at, periods * 2, mask)
-    one = tl.zeros(word.shape, tl.float32)
-    other = tl.zeros(word.shape, tl.float32)
-    for byte in tl.static_range(4):
-        number, other_number = _numbers(word, byte, e2m1)
-        one += number * low[byte]
-        other += other_number * high[byte]
+    one, low = _group(long, x, 0, BY_BYTES, e2m1)
+    other, high = _group(long, x, 1, BY_BYTES, e2m1)
     one, other = _of_pairs(one), _of_pairs(other)
     if not e2m1:
-        one = one * INT4_LOWERED - zero * low[4]
-        other = other * INT4_LOWERED - other_zero * high[4]
+        one -= zero * _of_pairs(low)
+        other -= other_zero * _of_pairs(high)
     return total + one * scale + other * other_scale
 
 
 @triton.jit
-def _raised(x, first, mask, E2M1: tl.constexpr, HIGH: tl.constexpr, ROWS: tl.constexpr):
-    """Four inputs of codes as `_numbers` has them, and their sums over pairs of words."""
-    one, two, three, four = _quads(x, first, mask, ROWS)
-    if E2M1:
-        total = 0.0
-        one, two, three, four = one * RAISED, two * RAISED, three * RAISED, four * RAISED
+def _inputs(x, first, mask, E2M1: tl.constexpr, BY_BYTES: tl.constexpr):
+    """The inputs of longs as `_group` takes them; those of e2m1 are RAISED.
+
+    first: the column of a long's first input
+    """
+    if BY_BYTES:
+        return (
+            _in_bytes(_quads(x, first, mask), _quads(x, first + QUARTER, mask)),
+            _in_bytes(_quads(x, first + GROUP, mask), _quads(x, first + GROUP + QUARTER, mask)),
+        )
     else:
-        alone, beside, third, fourth = _quads(x, first, mask, 1)
-        total = _of_pairs(alone + beside + third + fourth)
-        unit: tl.constexpr = RAISED / (16.0 if HIGH else 1.0)
-        one, two = one * unit, two * (unit / 256)
-        three, four = three * unit, four * (unit / 256)
-    return one, two, three, four, total
+        unit: tl.constexpr = RAISED if E2M1 else 1.0
+        return (
+            _raised(_quads(x, first, mask), unit),
+            _raised(_quads(x, first + QUARTER, mask), unit),
+            _raised(_quads(x, first + GROUP, mask), unit),
+            _raised(_quads(x, first + GROUP + QUARTER, mask), unit),
+        )
+
+
+@triton.jit
+def _raised(quad, UNIT: tl.constexpr):
+    return quad[0] * UNIT, quad[1] * UNIT, quad[2] * UNIT, quad[3] * UNIT
 
 
 @triton.jit
 def multiply_packed(
-    x, started, other_started, OUT: tl.constexpr, IN: tl.constexpr, PAIRED: tl.constexpr
+    x,
+    started,
+    other_started,
+    OUT: tl.constexpr,
+    IN: tl.constexpr,
+    PAIRED: tl.constexpr,
+    PTX: tl.constexpr,
 ):
-    """gemv.multiply of weights of four bits; their scales are applied."""
+    """gemv.multiply of weights of four bits; their scales are applied.
+
+    With PTX int4 is multiplied as bytes: of x 16 numbers at a time become integers.
+    """
     weight, scales, rows, tile = started
     other_weight, other_scales, other_rows, other_tile = other_started
     ROWS: tl.constexpr = tile.shape[0]
-    WORDS: tl.constexpr = tile.shape[1]
-    e2m1: tl.constexpr = scales.dtype.element_ty == tl.uint8
-    product = tl.zeros([ROWS, WORDS // PER_LOAD], tl.float32)
-    other = tl.zeros([ROWS, WORDS // PER_LOAD], tl.float32)
-    for first in tl.static_range(0, IN // PER_WORD, WORDS):
+    LONGS: tl.constexpr = tile.shape[1]
+    e2m1: tl.constexpr = scales.dtype.element_ty == tl.int16
+    by_bytes: tl.constexpr = PTX and not e2m1
+    product = tl.zeros([ROWS, LONGS // PER_LOAD], tl.float32)
+    other = tl.zeros([ROWS, LONGS // PER_LOAD], tl.float32)
+    for first in tl.static_range(0, IN // PER_LONG, LONGS):
         if first > 0:
-            tile = load_words(weight, rows, first, OUT, IN, WORDS)
+            tile = load_longs(weight, rows, first, OUT, IN, LONGS)
             if PAIRED:
-                other_tile = load_words(other_weight, other_rows, first, OUT, IN, WORDS)
-        words = first + tl.arange(0, WORDS)[None, :]
-        mask = words < IN // PER_WORD
-        column = words // PER_WORD * PERIOD + words % PER_WORD * 4
-        low = _raised(x, column, mask, e2m1, False, ROWS)
-        high = _raised(x, column + GROUP, mask, e2m1, True, ROWS)
-        product = _add_words(product, tile, scales, rows, first, low, high, OUT, IN)
+                other_tile = load_longs(other_weight, other_rows, first, OUT, IN, LONGS)
+        longs = first + tl.arange(0, LONGS)[None, :]
+        column = longs // 4 * PERIOD + longs % 4 * HALVES_PER_LONG
+        values = _inputs(x, column, longs < IN // PER_LONG, e2m1, by_bytes)
+        product = _add_longs(product, tile, scales, rows, first, values, OUT, IN, by_bytes)
         if PAIRED:
-            other = _add_words(
-                other, other_tile, other_scales, other_rows, first, low, high, OUT, IN
+            other = _add_longs(
+                other, other_tile, other_scales, other_rows, first, values, OUT, IN, by_bytes
             )
     if e2m1:
         product, other = product * E2M1_LOWERED, other * E2M1_LOWERED
@@ -338,19 +462,14 @@ def multiply_packed(
 def unpack(weight, scales, out, IN: tl.constexpr, ROWS: tl.constexpr):
     """One program: GROUP bytes of ROWS rows of a weight in the type of `out` [rows, IN]."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
-    column, columns = tl.program_id(1) * PERIOD, tl.arange(0, GROUP)[None, :]
-    e2m1: tl.constexpr = scales.dtype.element_ty == tl.uint8
-    everywhere = rows >= 0
-    tile = tl.load(weight + rows * (IN // 2) + column // 2 + columns)
-    low, high, low_zero, high_zero = load_scales(
-        scales + rows * (IN // GROUP), column // GROUP, everywhere
-    )
-    one, two = converted(tile, tl.float32, e2m1, False)
-    if not e2m1:
-        one, two = one + (ZERO_POINT - low_zero), two + (ZERO_POINT - high_zero)
-    target = out + rows * IN + column + columns
-    tl.store(target, (one * low).to(out.dtype.element_ty))
-    tl.store(target + GROUP, (two * high).to(out.dtype.element_ty))
+    column, columns = tl.program_id(1) * PERIOD, tl.arange(0, QUARTER)[None, :]
+    e2m1: tl.constexpr = scales.dtype.element_ty == tl.int16
+    halves = weight.to(tl.pointer_type(tl.int16)) + (rows * IN + column) // 4 + columns
+    tile = tl.load(halves)
+    terms = load_scales(scales + rows * (IN // GROUP), column // GROUP, rows >= 0)
+    for place in tl.static_range(4):
+        quarter = _quarter(tile, terms, out.dtype.element_ty, place, e2m1, False)
+        tl.store(out + rows * IN + column + place * QUARTER + columns, quarter)
 
 
 def unpacked_weight(linear: Linear) -> Tensor:
