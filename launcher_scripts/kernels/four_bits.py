@@ -7,9 +7,9 @@ Of 64 columns lie the codes of four, which are 16 apart, in one half of a word, 
 needs no shuffle to separate them. Three of four e2m1 codes lie as bfloat16 has sign, exponent and
 mantissa, but for a shift; see `_FLOATS` and kernels/cuda/packed.py.
 
-scale: int16 of mxfp4, the bits of 2^RAISED times the scale in bfloat16;  of int4 in the compute type,
-       where zero points are 8;  int32 where there are others: the scale's float32 with the zero
-       point in its lowest four bits
+scale: int16 of mxfp4, the bits of 2^RAISED times the scale in bfloat16;  of int4 in the compute
+       type, where zero points are 8;  int32 where there are others: the scale's float32 with the
+       zero point in its lowest four bits
 
 A weight that had four bits in its checkpoint keeps them: a power of two is found as it was, and
 `_restored` finds the integers and scales of int4 in numbers that were rounded to the compute type.

@@ -149,7 +149,7 @@ def _small(word, PLACE: tl.constexpr, UPPER: tl.constexpr, E2M1: tl.constexpr):
 def _quarter(
     halves, terms, kind: tl.constexpr, PLACE: tl.constexpr, E2M1: tl.constexpr, PTX: tl.constexpr
 ):
-    """The weights at one place of halves in a type. Those of e2m1 in bfloat16 with PTX lack E2M1_UNIT.
+    """The weights at one place of halves in a type; e2m1's in bfloat16 by PTX lack E2M1_UNIT.
 
     terms: of load_scales, or _load_factors for bfloat16 with PTX
     """
@@ -403,7 +403,7 @@ def _inputs(x, first, mask, E2M1: tl.constexpr, BY_BYTES: tl.constexpr):
             _in_bytes(_quads(x, first, mask), _quads(x, first + QUARTER, mask)),
             _in_bytes(_quads(x, first + GROUP, mask), _quads(x, first + GROUP + QUARTER, mask)),
         )
-    else:
+    else:  # noqa: RET505 (the compiler sees one of both)
         unit: tl.constexpr = RAISED if E2M1 else 1.0
         return (
             _raised(_quads(x, first, mask), unit),
