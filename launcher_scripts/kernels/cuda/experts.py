@@ -68,6 +68,12 @@ class Blocks:
 
 
 @triton.jit
+def _ordered(bits):
+    """Integers in the order of the float32 that these bits are; and back."""
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
 def choose_experts(
     logits,
     offsets,
@@ -111,17 +117,22 @@ def choose_experts(
     ranks = scores
     if BIASED:
         ranks += tl.load(bias + experts, mask=mask, other=0.0)
-    ranks = tl.where(mask, ranks, -float("inf"))
+    # Integers in the order of the ranks: one instruction finds a warp's largest integer.
+    ranks = _ordered(tl.where(mask, ranks, -float("inf")).to(tl.int32, bitcast=True))
     lanes = tl.arange(0, LANES)
     best = tl.zeros([LANES], tl.float32)
     indices = tl.zeros([LANES], tl.int64)
     for lane in tl.static_range(PER_TOKEN):
-        score, index = tl.max(ranks, 0, return_indices=True)
+        top = tl.max(ranks, 0)
+        index = tl.min(tl.where(ranks == top, experts, EXPERTS - 1), 0)
         if BIASED:
-            score = tl.sum(tl.where(experts == index, scores, 0.0), 0)
+            bits = tl.where(experts == index, scores.to(tl.int32, bitcast=True), 0)
+            score = tl.max(bits, 0).to(tl.float32, bitcast=True)
+        else:
+            score = _ordered(top).to(tl.float32, bitcast=True)
         best = tl.where(lanes == lane, score, best)
-        indices = tl.where(lanes == lane, tl.minimum(index, EXPERTS - 1), indices)
-        ranks = tl.where(experts == index, -float("inf"), ranks)
+        indices = tl.where(lanes == lane, index, indices)
+        ranks = tl.where(experts == index, -0x80000000, ranks)
     if NORMALIZED:
         best /= tl.sum(best, 0)
     target = token * PER_TOKEN + lanes
