@@ -20,7 +20,8 @@ from launcher_scripts.engine.runner.loading import EngineSettings
 from launcher_scripts.engine.runner.runner import Runner
 from launcher_scripts.kernels.cuda.compiling import DotTile
 from launcher_scripts.kernels.cuda.decode_attention import decode_attention
-from launcher_scripts.kernels.operands import AttentionScores, LayerCache
+from launcher_scripts.kernels.cuda.dot import dot_product
+from launcher_scripts.kernels.operands import AttentionScores, LayerCache, Linear
 from launcher_scripts.models.adapters import LORA_TARGETS, Adapters
 from tests.kernels.hopper import Hopper, hopper
 
@@ -70,6 +71,19 @@ def test_lora_of_a_model_in_its_real_size(hopper: Hopper, rows: int, rank: int) 
     runner.execute(Plan(record=(StepShape(rows, 256, 0, Choice.GREEDY, lora=True),)))
     products = {"gemv", "gemv_heads"} if rows == 1 else {"dot_rows"}
     assert {*hopper.loaded} == {"shrink"} | products
+
+
+@pytest.mark.parametrize("scales", [torch.int16, torch.int32])
+def test_four_bits_in_short_pieces(hopper: Hopper, scales: torch.dtype) -> None:
+    """Of 45 periods of columns a piece has one, which is less than a line."""
+
+    def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    weight, scale = tensor(96, 1440, dtype=torch.uint8), tensor(96, 90, dtype=scales)
+    linear = Linear(weight, None, scale=scale, compute=torch.bfloat16)
+    dot_product(tensor(3, linear.in_size), linear, "plain")
+    assert hopper.loaded == ["dot_rows"]
 
 
 @pytest.mark.parametrize(
