@@ -272,7 +272,7 @@ def dot_tile(
     if tile:
         return DotTile(*tile)
     if quantization in FOUR_BITS:
-        return DotTile(128, 128, 4, 3, PACKED_SPLITS.get(kind, 1))
+        return DotTile(128, 256, 4, 3, PACKED_SPLITS.get(kind, 1))
     return DotTile(64, 256 if quantization else 128, 4, 4, SPLITS.get(kind, 1))
 
 

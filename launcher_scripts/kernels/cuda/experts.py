@@ -44,9 +44,9 @@ TILES = {  # by the choices of a block
     64: DotTile(128, 64, 4, 3, 1),
     128: DotTile(128, 64, 4, 3, 1),
 }
-LONE_TILE = DotTile(32, 192, 2, 4, 1)  # of weights of four bits with one token
+LONE_TILE = DotTile(32, 320, 2, 4, 1)  # of weights of four bits with one token
 PACKED_TILES = {  # the same with more
-    16: DotTile(128, 192, 2, 3, 1),
+    16: DotTile(64, 320, 2, 3, 1),
     32: DotTile(64, 192, 2, 3, 1),
     64: DotTile(64, 192, 2, 3, 1),
     128: DotTile(128, 64, 8, 3, 1),
