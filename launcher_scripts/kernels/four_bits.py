@@ -56,7 +56,8 @@ def packed(codes: Tensor, is_float: bool) -> Tensor:
     first, *others = (bits[column] for bits, column in zip(table, columns, strict=True))
     for other in others:
         first |= other
-    return first.flatten(1).view(torch.uint8)
+    result: Tensor = first.flatten(1).view(torch.uint8)
+    return result
 
 
 def unpacked(weight: Tensor, is_float: bool) -> Tensor:
