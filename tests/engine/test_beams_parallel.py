@@ -71,7 +71,7 @@ def compare(requested: list[GenerateOutput], got: list[GenerateOutput]) -> None:
 @pytest.mark.parametrize(
     ("kind", "tp", "pp"),
     [
-        ("gpt", 2, 1),
+        pytest.param("gpt", 2, 1, marks=pytest.mark.slow),
         ("t5", 1, 2),
         ("latent", 2, 1),
         pytest.param("gpt", 1, 2, marks=pytest.mark.slow),

@@ -15,7 +15,7 @@ from launcher_scripts.kernels import reference
 from tests.engine.small_models import engine_for, load_engine, random_tensors, small_config
 from tests.engine.small_t5 import NEMO, t5_config, t5_tensors
 
-DIVISIONS = [(1, 1), (2, 1), (1, 2)]
+DIVISIONS = [(1, 1), pytest.param((2, 1), marks=pytest.mark.slow), (1, 2)]
 MODELS = {
     "gpt": (small_config(end_id=67, position_embedding="alibi"), random_tensors),
     "t5": (t5_config(**NEMO), t5_tensors),

@@ -139,7 +139,7 @@ def test_rows_that_move_and_wait_again_take_their_drafts_along(
     assert preemptions(small) > 0
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.slow)])
 def test_ranks_keep_the_same_tokens(tmp_path: Path, tp: int, pp: int) -> None:
     plain = engine_for(CONFIG, TENSORS)
     check_same(plain, load_engine(tmp_path, CONFIG, TENSORS, tp, pp), seed=2, count=8, lower=5)

@@ -74,7 +74,7 @@ def test_passes_are_filled_up_to_graphs() -> None:
     assert Sizes(58, 2, 1, 6) in sizes
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(("tp", "pp"), [pytest.param(2, 1, marks=pytest.mark.slow), (1, 2)])
 def test_ranks_get_the_same_tokens(tmp_path: Path, tp: int, pp: int) -> None:
     alone = engine_for(CONFIG, TENSORS, max_batch_size=1)
     check_same(alone, load_engine(tmp_path, CONFIG, TENSORS, tp, pp), seed=4)
