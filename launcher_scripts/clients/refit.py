@@ -164,14 +164,15 @@ def _bytes_of(tensor: Any) -> Any:
 def _handles(tensors: Mapping[str, Any]) -> dict[str, list[Any]]:
     """Return what other processes open the memory of contiguous CUDA tensors by, see HANDLES."""
     cuda = sys.modules["torch"].cuda
-    result = {}
+    result, uuids = {}, {}
+    for device in {tensor.device for tensor in tensors.values()}:
+        cuda.synchronize(device)
+        uuids[device] = str(cuda.get_device_properties(device).uuid)
     for name, tensor in tensors.items():
-        cuda.synchronize(tensor.device)
         shared = tensor.untyped_storage()._share_cuda_()
         storage = [item.hex() if isinstance(item, bytes) else item for item in shared[1:]]
         first = tensor.storage_offset() * tensor.element_size()
-        uuid = str(cuda.get_device_properties(tensor.device).uuid)
-        result[name] = [uuid, *storage, first, int(tensor.nbytes)]
+        result[name] = [uuids[tensor.device], *storage, first, int(tensor.nbytes)]
     return result
 
 
