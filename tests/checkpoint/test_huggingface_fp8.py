@@ -57,6 +57,11 @@ MODELOPT = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules"
 # quantization_config, the name of the scales, and what shares one of them
 SCHEMES: dict[str, tuple[dict[str, Any] | None, str, tuple[int, int] | None]] = {
     "tensor": (compressed(config_groups=group(strategy="tensor")), "weight_scale", None),
+    "fbgemm": (
+        {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0},
+        "weight_scale",
+        (1, 1 << 20),
+    ),
     "channel": (compressed(config_groups=group(strategy="channel")), "weight_scale", (1, 1 << 20)),
     "compressed block": (
         compressed(config_groups=group(strategy="block", block_structure=list(BLOCK))),

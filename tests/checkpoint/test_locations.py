@@ -66,11 +66,11 @@ def test_weights_in_a_folder_without_a_configuration(tmp_path: Path) -> None:
 
 
 def test_tokenizers_of_other_forms_are_named(model: Path, tmp_path: Path) -> None:
-    for name in ("tekken.json", "qwen.tiktoken"):
+    for name in ("tekken_v2.json", "qwen.tiktoken"):
         (model / name).write_bytes(b"")
     auto = TokenizerSettings("auto")
     text = refused_export(model, tmp_path, "holds no tokenizer;", tokenizer=auto)
-    assert "qwen.tiktoken, tekken.json must be converted first" in text
+    assert "qwen.tiktoken, tekken_v2.json must be converted first" in text
 
 
 @pytest.mark.parametrize("path", ["a/b", "meta-llama/Llama-3.2-1B"])

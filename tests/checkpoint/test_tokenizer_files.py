@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ from tokenizers import Tokenizer, models
 
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
 from launcher_scripts.checkpoint.fastertransformer.manifest import read_manifest
+from launcher_scripts.checkpoint.tokenizers.tokenizer_files import tekken_files
 from launcher_scripts.common.errors import CheckpointError, RequestError
 from launcher_scripts.common.tokenizer import load_tokenizer
 from launcher_scripts.config.export import TokenizerSettings
@@ -172,3 +175,58 @@ def test_ids_that_no_model_has_are_refused(tmp_path: Path, name: str) -> None:
     ):
         export(tmp_path, settings)
     assert not (tmp_path / "m").exists()
+
+
+def tekken(**values: Any) -> bytes:
+    """A tekken.json of all bytes and some pairs, with ten special tokens, and one rank too many."""
+    tokens = [bytes([byte]) for byte in range(256)]
+    tokens += [b"he", b"ll", b"hell", b"hello", b" w", b"or", b" wor", "é".encode(), b"12", b"zz"]
+    vocabulary = [
+        {"rank": rank, "token_bytes": base64.b64encode(token).decode(), "token_str": None}
+        for rank, token in enumerate(tokens)
+    ]
+    sizes = {"default_vocab_size": len(tokens) + 9, "default_num_special_tokens": 10}
+    pattern = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+    config = {"pattern": pattern, "num_vocab_tokens": len(tokens), "version": "v3", **sizes}
+    return json.dumps({"config": config, "vocab": vocabulary, **values}).encode()
+
+
+def test_mistral_s_own_file_becomes_a_tokenizer(tmp_path: Path) -> None:
+    listed = [
+        {"rank": rank, "token_str": text, "is_control": True}
+        for rank, text in enumerate(("<unk>", "<s>", "</s>", "[INST]"))
+    ]
+    for more in ({}, {"special_tokens": listed}):
+        for name, content in tekken_files(tekken(**more), "it").items():
+            (tmp_path / name).write_bytes(content)
+        tokenizer = load_tokenizer(tmp_path)
+        assert (tokenizer.start_id, tokenizer.end_id, tokenizer.vocab_size) == (1, 2, 275)
+        # The best pair first, a whole word at once, single digits, and bytes without a pair.
+        ids = [10 + 259, 10 + 262, 10 + ord("l"), 10 + ord("d"), 10 + ord("1"), 10 + ord("2")]
+        assert tokenizer.encode("hello world12") == ids
+        assert tokenizer.encode("[INST]é€") == [3, 10 + 263, *(10 + b for b in "€".encode())]
+        for text in ("hello world12", " é\n€ zz", "a\tb"):
+            assert tokenizer.decode(tokenizer.encode(text)) == text
+    names = json.loads((tmp_path / "tokenizer.json").read_text())["added_tokens"]
+    assert [each["content"] for each in names][3:5] == ["[INST]", "<SPECIAL_4>"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"[]",
+        b"{}",
+        tekken(vocab=[]),
+        tekken(vocab=[{"rank": 0, "token_bytes": "?"}]),
+        tekken(vocab=[{"rank": "0", "token_bytes": "AA=="}]),
+        tekken(special_tokens=[{"rank": 10, "token_str": "<s>"}]),
+        tekken(special_tokens=[{"rank": 0, "token_str": "<s>"}]),
+        tekken(special_tokens=3),
+        tekken(config={"default_vocab_size": 1 << 40, "default_num_special_tokens": 10}),
+    ],
+    ids=range(10),
+)
+def test_a_damaged_file_of_mistral_s_is_refused(content: bytes) -> None:
+    with pytest.raises(CheckpointError, match=r"^it is damaged: "):
+        tekken_files(content, "it")

@@ -209,7 +209,8 @@ class _Quantization:
 def _fine_grained(config: _Quantization) -> tuple[Scheme, ...]:
     config.only("fmt", "e4m3", "float8_e4m3fn")
     supported = ("quant_method", "fmt", "weight_block_size", "activation_scheme", "scale_fmt")
-    config.reject_other_keys(*supported, "modules_to_not_convert", "ignored_layers")
+    more = ("modules_to_not_convert", "ignored_layers", "activation_scale_ub")
+    config.reject_other_keys(*supported, *more)
     return (Fp8Scheme(config.sizes("weight_block_size")),)
 
 
@@ -427,6 +428,7 @@ _BNB_SETTINGS = (
 )
 _METHODS: dict[Any, Callable[[_Quantization], tuple[Scheme, ...]]] = {
     "fp8": _fine_grained,
+    "fbgemm_fp8": _fine_grained,
     "compressed-tensors": _compressed_tensors,
     "modelopt": _modelopt,
     "mxfp4": _mxfp4,

@@ -6,6 +6,7 @@ resharding script loses them, so a configuration can name others.
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import json
 import os
@@ -35,7 +36,7 @@ from launcher_scripts.checkpoint.tokenizers.text_probe import (
     unified_files,
 )
 from launcher_scripts.common.errors import CheckpointError, Problems, problem
-from launcher_scripts.common.files import parse_json, read_plain
+from launcher_scripts.common.files import mapping, parse_json, read_plain
 from launcher_scripts.common.tokenizer import (
     CHAT_TEMPLATE_FILES,
     COMPANION_FILES,
@@ -44,9 +45,20 @@ from launcher_scripts.common.tokenizer import (
     Tokenizer,
     chat_templates,
 )
+from launcher_scripts.common.tokenizer.libraries import BYTES_OF_CHARACTERS
 from launcher_scripts.config.export import TokenizerSettings
 
 _LISTED = 8  # tokens in a note
+TEKKEN = "tekken.json"  # Mistral's, of byte pairs
+# Its special tokens where the file does not list them; the others are fillers.
+_TEKKEN_TOKENS = (
+    *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"),
+    *("[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]"),
+    *("[IMG_END]", "[PREFIX]", "[MIDDLE]", "[SUFFIX]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"),
+    "[TOOL_CONTENT]",
+)
+_TEKKEN_ROLES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+_MAX_TEKKEN = 1 << 22  # tokens
 _TEMPLATE_FOLDER = "additional_chat_templates/"
 # All but that of an mBART.
 _PLAIN_SETS, FAIRSEQ_SETS = SOURCE_SETS[:-1], SOURCE_SETS[-1:]
@@ -299,6 +311,77 @@ def has_plain(archive: Archive, root: str) -> bool:
     return any(all(root + name in names for name in requested) for requested in _PLAIN_SETS)
 
 
+def tekken_files(content: bytes, origin: str) -> dict[str, bytes]:
+    """Return tokenizer.json and tokenizer_config.json of Mistral's file of byte pairs, whose
+    special tokens come first, and whose text starts with <s>.
+
+    Raises CheckpointError for a file that is damaged.
+    """
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers, processors
+    from tokenizers.models import BPE
+
+    try:
+        ranks, special, pattern = _tekken_parts(mapping(parse_json(content)))
+        letters = {byte: letter for letter, byte in BYTES_OF_CHARACTERS.items()}
+        texts = {token: "".join(map(letters.__getitem__, token)) for token in ranks}
+        vocabulary = {texts[token]: len(special) + rank for token, rank in ranks.items()}
+        pairs = sorted(
+            (rank, ranks[token[:cut]], ranks[token[cut:]], texts[token[:cut]], texts[token[cut:]])
+            for token, rank in ranks.items()
+            for cut in range(1, len(token))
+            if token[:cut] in ranks and token[cut:] in ranks
+        )
+        merges = [(left, right) for *_, left, right in pairs]
+        names = {name: number for number, name in enumerate(special)}
+        tokenizer = Tokenizer(BPE({**names, **vocabulary}, merges, ignore_merges=True))
+        split = pre_tokenizers.Split(Regex(pattern), "isolated")
+        pairs_of_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pairs_of_bytes])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{origin} is damaged: {error}") from error
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(
+        [AddedToken(name, special=True, normalized=False) for name in special]
+    )
+    start = [("<s>", names["<s>"])]
+    tokenizer.post_processor = processors.TemplateProcessing("<s> $A", "<s> $A $B", start)
+    roles = _TEKKEN_ROLES | ({"pad_token": "<pad>"} if "<pad>" in names else {})
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", **roles}
+    return {
+        "tokenizer.json": tokenizer.to_str().encode(),
+        OPTIONAL_FILES[1]: json.dumps(config, indent=2).encode(),
+    }
+
+
+def _tekken_parts(raw: Mapping[str, Any]) -> tuple[dict[bytes, int], list[str], str]:
+    """Bytes of a token -> its rank, the special tokens, and the expression that cuts texts.
+
+    Raises ValueError, KeyError or TypeError for a file that is damaged.
+    """
+    config = mapping(raw["config"])
+    size, count = config["default_vocab_size"], config["default_num_special_tokens"]
+    if type(size) is not int or type(count) is not int or not 2 < count < size < _MAX_TEKKEN:
+        raise ValueError(f"its sizes are {size!r} and {count!r}")
+    ranks: dict[bytes, int] = {}
+    for entry in raw["vocab"]:
+        if entry["rank"] < size - count:
+            ranks[base64.b64decode(entry["token_bytes"], validate=True)] = entry["rank"]
+    if sorted(ranks.values()) != [*range(size - count)] or not all(
+        bytes([byte]) in ranks for byte in range(256)
+    ):
+        raise ValueError("its vocabulary has not every rank and every byte")
+    special = [f"<SPECIAL_{number}>" for number in range(count)]
+    listed = raw.get("special_tokens")
+    for number, entry in enumerate(_TEKKEN_TOKENS[:count] if listed is None else listed):
+        rank, text = (number, entry) if listed is None else (entry["rank"], entry["token_str"])
+        if type(rank) is not int or not 0 <= rank < count or not isinstance(text, str):
+            raise ValueError(f"a special token is {entry!r}")
+        special[rank] = text
+    if len({*special}) != count or not {*_TEKKEN_ROLES.values()} <= {*special}:
+        raise ValueError("its special tokens are not complete, or not different")
+    return ranks, special, str(config["pattern"])
+
+
 def _reject_special_files(archive: Archive, root: str, names: Iterable[str]) -> None:
     """Raise CheckpointError for a pipe, a device or a broken link where a file would be read."""
     problems = Problems(f"the tokenizer's files in {archive.path}")
@@ -336,5 +419,9 @@ def plain_files(
             files = with_templates(files, archive, root + _TEMPLATE_FOLDER)
             is_complete = config is not None or OPTIONAL_FILES[1] in files
             return unified_files(files, config or {}) if is_complete else files
+    if root + TEKKEN in names:
+        files = tekken_files(archive.read(root + TEKKEN), f"{root}{TEKKEN} of {archive.path}")
+        companions = [name for name in COMPANION_FILES if root + name in names]
+        return files | {name: archive.read(root + name) for name in companions}
     foreign = [name for name in names if re.fullmatch(r"tekken.*\.json|.*\.tiktoken", name)]
     raise CheckpointError(no_tokenizer(archive.path, sets, foreign))

@@ -366,8 +366,8 @@ def _token_bytes(tokenizer: Any, token_id: int, *, byte_level: bool) -> bytes:
         return b""
     if token_id in tokenizer.get_added_tokens_decoder():
         return str(token).encode()
-    if byte_level and all(character in _BYTES for character in token):
-        return bytes(_BYTES[character] for character in token)
+    if byte_level and all(character in BYTES_OF_CHARACTERS for character in token):
+        return bytes(BYTES_OF_CHARACTERS[character] for character in token)
     return piece_bytes(token)
 
 
@@ -391,7 +391,7 @@ def _byte_characters() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | moved
 
 
-_BYTES = _byte_characters()
+BYTES_OF_CHARACTERS = _byte_characters()
 
 
 def _added_id(tokenizer: Any, token: str) -> int | None:
