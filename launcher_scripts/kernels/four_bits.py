@@ -41,10 +41,13 @@ MIN_EXPONENT, MAX_EXPONENT = -90, 33
 
 @cache
 def _table(is_float: bool, device: torch.device) -> Tensor:
-    """Bits of the 16 codes at each of the 4 places of a half, int16 [4, 16]."""
+    """Bits of the 16 codes at each of the 4 positions of a half, int16 [4, 16]."""
     halves = [
-        [sum((code >> bit & 1) << place for bit, place in enumerate(places)) for code in range(16)]
-        for places in (_FLOATS if is_float else _INTEGERS)
+        [
+            sum((code >> bit & 1) << position for bit, position in enumerate(positions))
+            for code in range(16)
+        ]
+        for positions in (_FLOATS if is_float else _INTEGERS)
     ]
     return torch.tensor(halves, device=device).to(torch.int16)
 
@@ -64,8 +67,10 @@ def unpacked(weight: Tensor, is_float: bool) -> Tensor:
     """The codes, int64 [out, in]."""
     halves = weight.contiguous().view(torch.int16).long().unflatten(1, (-1, QUARTER))
     codes = [
-        torch.stack([(halves >> place & 1) << bit for bit, place in enumerate(places)]).sum(0)
-        for places in (_FLOATS if is_float else _INTEGERS)
+        torch.stack(
+            [(halves >> position & 1) << bit for bit, position in enumerate(positions)]
+        ).sum(0)
+        for positions in (_FLOATS if is_float else _INTEGERS)
     ]
     return torch.stack(codes, 2).flatten(1)
 

@@ -39,7 +39,7 @@ MAGIC = tl.constexpr(12582912.0)
 MAGIC_BITS = tl.constexpr(0x4B400000)
 MIN_X = tl.constexpr(2.0**-100)
 
-# The codes at one place of two halves as a pair of numbers, less an offset, times a factor.
+# The codes at one lane of two halves as a pair of numbers, less an offset, times a factor.
 _INT4 = "lop3.b32 $0, $0, 0x000f000f, 0x43004300, 0xea;\nsub.rn.bf16x2 $0, $0, $3;"
 _INT4 += "\nmul.rn.bf16x2 $0, $0, $2;"
 _E2M1 = "\nand.b32 $0, $0, 0x81c081c0;\nmul.rn.bf16x2 $0, $0, $2;"
@@ -108,13 +108,13 @@ def _by_ptx(halves, factor, offset, PTX: tl.constexpr):
 
 
 @triton.jit
-def _widened(halves, factor, offset, PLACE: tl.constexpr, E2M1: tl.constexpr):
+def _widened(halves, factor, offset, LANE: tl.constexpr, E2M1: tl.constexpr):
     """(code - offset) * factor in bfloat16, of int4's code plus 128."""
-    if PLACE == 0:
+    if LANE == 0:
         number = _by_ptx(halves, factor, offset, E2M1_1 if E2M1 else INT4_1)
-    elif PLACE == 1:
+    elif LANE == 1:
         number = _by_ptx(halves, factor, offset, E2M1_2 if E2M1 else INT4_2)
-    elif PLACE == 2:
+    elif LANE == 2:
         number = _by_ptx(halves, factor, offset, E2M1_3 if E2M1 else INT4_3)
     else:
         number = _by_ptx(halves, factor, offset, E2M1_4 if E2M1 else INT4_4)
@@ -122,21 +122,21 @@ def _widened(halves, factor, offset, PLACE: tl.constexpr, E2M1: tl.constexpr):
 
 
 @triton.jit
-def _moved(bits, PLACES: tl.constexpr):
+def _moved(bits, COUNT: tl.constexpr):
     """Bits moved to the left, or to the right."""
-    return bits << PLACES if PLACES >= 0 else bits >> -PLACES
+    return bits << COUNT if COUNT >= 0 else bits >> -COUNT
 
 
 @triton.jit
-def _small(word, PLACE: tl.constexpr, UPPER: tl.constexpr, E2M1: tl.constexpr):
-    """The number at a place of the lower or upper half of words, in float32: int4's code; e2m1 is
+def _small(word, LANE: tl.constexpr, UPPER: tl.constexpr, E2M1: tl.constexpr):
+    """The number at a lane of the lower or upper half of words, in float32: int4's code; e2m1 is
     2^126 too small."""
     up: tl.constexpr = 0 if UPPER else 16
     if not E2M1:
-        number = (word >> (16 - up + PLACE % 2 * 8 + PLACE // 2 * 4) & 15).to(tl.float32)
+        number = (word >> (16 - up + LANE % 2 * 8 + LANE // 2 * 4) & 15).to(tl.float32)
     else:
-        if PLACE < 3:
-            bits = word << (up + 3 * PLACE) & SIGNED
+        if LANE < 3:
+            bits = word << (up + 3 * LANE) & SIGNED
         else:
             bits = word << (up + 1) & -0x80000000
             bits |= _moved(word, up - 5) & 0x01000000
@@ -147,22 +147,22 @@ def _small(word, PLACE: tl.constexpr, UPPER: tl.constexpr, E2M1: tl.constexpr):
 
 @triton.jit
 def _quarter(
-    halves, terms, kind: tl.constexpr, PLACE: tl.constexpr, E2M1: tl.constexpr, PTX: tl.constexpr
+    halves, terms, kind: tl.constexpr, LANE: tl.constexpr, E2M1: tl.constexpr, PTX: tl.constexpr
 ):
-    """The weights at one place of halves in a type; e2m1's in bfloat16 by PTX lack E2M1_UNIT.
+    """The weights at one lane of halves in a type; e2m1's in bfloat16 by PTX lack E2M1_UNIT.
 
     terms: of load_scales, or _load_factors for bfloat16 with PTX
     """
-    factor, offset = terms[PLACE // 2], terms[2 + PLACE // 2]
+    factor, offset = terms[LANE // 2], terms[2 + LANE // 2]
     if PTX and kind == tl.bfloat16:
-        number = _widened(halves, factor, offset, PLACE, E2M1)
+        number = _widened(halves, factor, offset, LANE, E2M1)
     else:
         if PTX:
             unit = tl.full(factor.shape, E2M1_UNIT if E2M1 else 1.0, tl.bfloat16)
-            number = _widened(halves, unit, tl.full(factor.shape, 128.0, tl.bfloat16), PLACE, E2M1)
+            number = _widened(halves, unit, tl.full(factor.shape, 128.0, tl.bfloat16), LANE, E2M1)
             number = number.to(tl.float32)
         else:
-            number = _small(halves.to(tl.int32), PLACE, False, E2M1)
+            number = _small(halves.to(tl.int32), LANE, False, E2M1)
             number *= E2M1_UNIT if E2M1 else 1.0
         if not E2M1:
             number -= offset
@@ -224,9 +224,9 @@ def add_packed(
             else:
                 tile = tl.load(weights + at // 4, local, 0, eviction_policy="evict_first")
             terms = _load_terms(scales, at // GROUP, local, kind, PACKED)
-            for place in tl.static_range(4):
-                x = tl.load(offsets + at + place * QUARTER, mask=valid, other=0.0)
-                quarter = _quarter(tile, terms, kind, place, e2m1, PACKED)
+            for lane in tl.static_range(4):
+                x = tl.load(offsets + at + lane * QUARTER, mask=valid, other=0.0)
+                quarter = _quarter(tile, terms, kind, lane, e2m1, PACKED)
                 product = tl.dot(quarter, x, product, input_precision="ieee")
     if PACKED and kind == tl.bfloat16 and e2m1:
         product *= E2M1_UNIT
@@ -269,7 +269,7 @@ def _quads(x, first, mask):
 
 
 @triton.jit
-def _largest(quad):
+def _max_abs(quad):
     one, two, three, four = quad
     return tl.maximum(tl.maximum(tl.abs(one), tl.abs(two)), tl.maximum(tl.abs(three), tl.abs(four)))
 
@@ -328,8 +328,8 @@ def _in_bytes(quad, other):
     and their sum."""
     one, two, three, four = quad
     first, second, third, fourth = other
-    largest = tl.maximum(tl.maximum(_largest(quad), _largest(other)), MIN_X)
-    exponent = largest.to(tl.int32, bitcast=True) & 0x7F800000
+    max_abs = tl.maximum(tl.maximum(_max_abs(quad), _max_abs(other)), MIN_X)
+    exponent = max_abs.to(tl.int32, bitcast=True) & 0x7F800000
     inverse = (127 << 23) - exponent + ((127 + X_BITS) << 23)
     inverse = inverse.to(tl.float32, bitcast=True)
     step = (exponent - (X_BITS << 23)).to(tl.float32, bitcast=True)
@@ -467,9 +467,9 @@ def unpack(weight, scales, out, IN: tl.constexpr, ROWS: tl.constexpr):
     halves = weight.to(tl.pointer_type(tl.int16)) + (rows * IN + column) // 4 + columns
     tile = tl.load(halves)
     terms = load_scales(scales + rows * (IN // GROUP), column // GROUP, rows >= 0)
-    for place in tl.static_range(4):
-        quarter = _quarter(tile, terms, out.dtype.element_ty, place, e2m1, False)
-        tl.store(out + rows * IN + column + place * QUARTER + columns, quarter)
+    for lane in tl.static_range(4):
+        quarter = _quarter(tile, terms, out.dtype.element_ty, lane, e2m1, False)
+        tl.store(out + rows * IN + column + lane * QUARTER + columns, quarter)
 
 
 def unpacked_weight(linear: Linear) -> Tensor:
