@@ -273,6 +273,8 @@ class Ops(Protocol):
 
     def expand(self, x: Hidden, up: Linear, gate: Linear | None, activation: str) -> Tensor: ...
 
+    def partial_product(self, x: Tensor, linear: Linear) -> Tensor: ...
+
     def accumulate(
         self,
         x: Tensor,

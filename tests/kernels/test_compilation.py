@@ -326,7 +326,9 @@ def test_sampling(kernel):
 def test_normalize(kind):
     pointers = {"x": "fp32", "gain": "fp32", "bias": "fp32", "out": "bf16"}
     numbers = {"size": "i32", "eps": "fp32"}
-    assert compile_kernel(norm.normalize, pointers, numbers, {"KIND": kind, "BLOCK": 1024})
+    assert compile_kernel(
+        norm.normalize, pointers, numbers, {"KIND": kind, "USE_PDL": True, "BLOCK": 1024}
+    )
 
 
 @pytest.mark.parametrize(("dtype", "kept", "half"), crossed(CACHES, (0, 8, 32)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -207,21 +208,28 @@ class StepContext(ForwardContext[Hidden]):
             layer.head_norms,
         )
 
+    @cached_property
+    def _new_slots(self) -> Tensor:
+        """Cache tokens [B] of the new tokens, the same in all layers."""
+        rows = self.rows[0]
+        return rows.starts + rows.positions
+
+    @cached_property
+    def _with_rotary_rows(self) -> ForwardContext[Any]:
+        """The context with rotary tables of the new tokens alone, the same in all layers."""
+        return replace(self, rotary=tuple(self.rows[0].rotary(table) for table in self.rotary))
+
     def _attend_latent(self, x: Hidden, layer: LatentAttention) -> Tensor:
         rows = self.rows[layer.window]
-        context: ForwardContext[Any] = replace(
-            self, rotary=tuple(rows.rotary(table) for table in self.rotary)
-        )
-        query = layer.store(x, rows.starts + rows.positions, context)
+        query = layer.store(x, self._new_slots, self._with_rotary_rows)
         of_rows = (*rows.attended, self._longest(layer))
         return layer.attend_rows(query, of_rows, rows.positions, self.lora_adapters)
 
     def _attend_scaled(self, x: Hidden, layer: SelfAttention) -> Tensor:
         """The same where queries change between their projection and the attention."""
         rows = self.rows[layer.window]
-        context = replace(self, rotary=tuple(rows.rotary(table) for table in self.rotary))
         return layer.kernels.decode_attention(
-            layer.store(x, rows.starts + rows.positions, context),
+            layer.store(x, self._new_slots, self._with_rotary_rows),
             layer.cache,
             *rows.attended,
             self._longest(layer),

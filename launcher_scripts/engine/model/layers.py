@@ -417,12 +417,12 @@ class MixtureOfExperts(MLP):
             parts = kernels.project(full.to(hidden.dtype), self.latent_out).float()[None]
         if self.shared is None:
             return parts
-        mlp, scale = self.shared.mlp, self.shared.scale
-        inner = kernels.mlp_up(hidden, mlp.in_proj, mlp.gate, self.activation)
-        result = kernels.project(inner, mlp.out_proj).float()
-        if scale is not None:
-            result = result * kernels.project(hidden, scale).float().sigmoid()
-        return torch.cat([parts, result[None] * self.shared.factor])
+        mlp, scale, factor = self.shared.mlp, self.shared.scale, self.shared.factor
+        inner = kernels.expand(Hidden(hidden, hidden), mlp.in_proj, mlp.gate, self.activation)
+        out, bias = kernels.partial_product(inner, mlp.out_proj), mlp.out_proj.bias
+        out = out if bias is None else out + bias
+        out = out if scale is None else out * kernels.project(hidden, scale).sigmoid()
+        return torch.cat([parts, (out if factor == 1.0 else out * factor)[None]])
 
     def _mixture_of_scaled(self, hidden: Tensor, selected: Tensor, weights: Tensor) -> Tensor:
         """Ops.mixture, whose weights multiply what the experts read."""

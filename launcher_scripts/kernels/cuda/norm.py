@@ -192,8 +192,21 @@ def normalized(value, sums, mean, scale, NORM: tl.constexpr):
 
 
 @triton.jit
-def normalize(x, gain, bias, out, size, eps, KIND: tl.constexpr, BLOCK: tl.constexpr):
+def normalize(
+    x,
+    gain,
+    bias,
+    out,
+    size,
+    eps,
+    KIND: tl.constexpr,
+    USE_PDL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """One program: layer norm (KIND 1) or RMS norm (KIND 2) of one row, statistics in float32."""
+    if USE_PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     mask = columns < size
@@ -342,6 +355,7 @@ def norm(x: Tensor, weights: Norm, dtype: torch.dtype) -> Tensor:
         KIND=NORM_CODES[weights.kind],
         BLOCK=block,
         num_warps=max(1, min(16, block // 256)),
+        **pdl_options(x),
     )
     return out
 
