@@ -189,7 +189,7 @@ def test_a_host_s_step_may_take_three_times_what_such_steps_took():
     ]:
         progress.begin_step()
         progress.expect(kind, tokens)
-        alone.append(progress.heartbeat().alone)
+        alone.append(progress.heartbeat().solo_seconds)
         clock.now += seconds
         progress.end_step()
     assert alone == pytest.approx([120, 120, 120, 1.2, 120, 3.0, 1.2, 3.0, 2.7])

@@ -18,7 +18,7 @@ LONG, SHORT = 30.0, 0.5
 
 
 def beat(phase, ticks, quiet=LONG, step=7, **more):
-    return Heartbeat(step, phase, ticks, quiet, **{"alone": SOLO_SECONDS, **more})
+    return Heartbeat(step, phase, ticks, quiet, **{"solo_seconds": SOLO_SECONDS, **more})
 
 
 # sizes, the beats of ranks 0 and 1, whether the step was sent long ago, who is stuck
@@ -63,13 +63,13 @@ CASES = {
     "a stage never ends": (PP2, beat("computing", 0, quiet=200.0), beat("receive", 1), [0]),
     "a stage computes longer than such steps took": (
         PP2,
-        beat("computing", 0, quiet=7.0, alone=2.0),
+        beat("computing", 0, quiet=7.0, solo_seconds=2.0),
         beat("receive", 1),
         [0],
     ),
     "a stage computes as long as such steps took": (
         PP2,
-        beat("computing", 0, quiet=7.0, alone=20.0),
+        beat("computing", 0, quiet=7.0, solo_seconds=20.0),
         beat("receive", 1),
         [],
     ),

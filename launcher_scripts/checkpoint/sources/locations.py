@@ -164,17 +164,17 @@ def _is_source(files: Sequence[PurePosixPath]) -> bool:
     top = {file.name for file in files if len(file.parts) == 1}
     if top & {*_TOP, TRACKER_NAME} or any(file.suffix == _TRAINED for file in files):
         return True
-    found = [file for file in files if file.name in _ANYWHERE]
+    configs = [file for file in files if file.name in _ANYWHERE]
     # A folder above checkpoints of transformers, or above several of NeMo.
     below = {str(file.parent) for file in files if file.suffix in _WEIGHTS}
     below &= {str(file.parent) for file in files if file.name == _TOP[0]}
-    if not found or below or sum(file.name == CONFIG_NAME for file in found) > 1:
+    if not configs or below or sum(file.name == CONFIG_NAME for file in configs) > 1:
         return False
     # A folder above trainings, or above iterations of which no file tells the latest.
     tracked = {file.parent for file in files if file.name == TRACKER_NAME}
     roots = {
         folder
-        for file in found
+        for file in configs
         for folder in file.parents
         if _ITERATION.fullmatch(folder.name) or folder.parent in tracked
     }

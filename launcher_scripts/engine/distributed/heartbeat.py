@@ -58,12 +58,12 @@ class Heartbeat(Message, frozen=True):
     ticks:   how many exchanges with other ranks it has begun
     quiet:   seconds since it last went from one thing to the next
     stretch: seconds that it computed before its latest exchange
-    patience: seconds that what it is in may rightly take beyond the usual
+    timeout: seconds that what it is in may rightly take beyond the usual
     launched: the latest step of which everything has been launched
     finished: the latest step that the device has finished
     held:    seconds since the device finished a step, or was given the one it is at; 0: idle
     allowed: seconds that the step it is at may rightly take beyond the usual
-    alone:   seconds beyond the usual that it may compute while other stages wait for it; of a
+    solo_seconds: those beyond the usual that it may compute while other stages wait for it; of a
              device `allowed` says it
     idle:    of `quiet`, the seconds since it was last seen at work on the CPU; None: not looked at
     """
@@ -78,7 +78,7 @@ class Heartbeat(Message, frozen=True):
     finished: int = 0
     held: float = 0.0
     allowed: float = 0.0
-    alone: float = 0.0
+    solo_seconds: float = 0.0
     idle: float | None = None
 
     def doing(self) -> str:
@@ -164,8 +164,8 @@ class RankProgress:
         self._allowed = 0.0  # of the step that is being computed
         self._seconds_per_token = self._base = 0.0
         self._device: _Steps | None = None
-        self._known: set[Hashable] = set()
-        self._started = self._alone = 0.0
+        self._timed_kinds: set[Hashable] = set()
+        self._started = self._solo_seconds = 0.0
         self._thread: int | None = None  # that computes, and is looked at
         self._activity: Activity | None = None
         self._worked = 0.0
@@ -192,7 +192,7 @@ class RankProgress:
         self._step += 1
         self._allowed = 0.0
         self._tokens = None
-        self._alone = 0.0
+        self._solo_seconds = 0.0
         self._started = self._clock()
         thread = threading.get_native_id()
         if self._device is None and thread != self._thread:
@@ -201,11 +201,11 @@ class RankProgress:
 
     def expect(self, kind: Hashable, tokens: int) -> None:
         """The step that has begun computes so many tokens, in the way that `kind` stands for."""
-        is_expected = kind in self._known
-        self._known.add(kind)
+        is_expected = kind in self._timed_kinds
+        self._timed_kinds.add(kind)
         if self._device is None:
             rate = self._rates.get(kind, 0.0)
-            self._alone = SLOWER * rate * tokens if rate else SOLO_SECONDS
+            self._solo_seconds = SLOWER * rate * tokens if rate else SOLO_SECONDS
             self._tokens = (kind, max(tokens, 1)) if is_expected else None
             return
         first = 0.0 if is_expected else FIRST_SECONDS
@@ -260,8 +260,10 @@ class RankProgress:
             if self._activity is not None:
                 self._worked = now if self._activity.works() else self._worked
                 idle = now - max(self._worked, since)
-            return Heartbeat(*state, self._completed, self._completed, alone=self._alone, idle=idle)
-        return Heartbeat(*state, *self._device.state(), alone=self._alone)
+            return Heartbeat(
+                *state, self._completed, self._completed, solo_seconds=self._solo_seconds, idle=idle
+            )
+        return Heartbeat(*state, *self._device.state(), solo_seconds=self._solo_seconds)
 
     @contextmanager
     def _in(self, name: str, allowed: float) -> Iterator[None]:
@@ -317,16 +319,16 @@ class Watchdog:
         idle = not any(
             heartbeat.held for heartbeat in heartbeats.values()
         )  # else hosts may wait for a device
-        for rank, beat in heartbeats.items():
-            if beat.phase == DEVICE and not beat.held and beat.quiet > SOLO_SECONDS:
+        for rank, status in heartbeats.items():
+            if status.phase == DEVICE and not status.held and status.quiet > SOLO_SECONDS:
                 result.append(rank)  # with what its device has given it
-            if beat.phase not in LOCAL_WORK:
+            if status.phase not in LOCAL_WORK:
                 continue
-            ahead = [peer for peer in self._peers(rank, heartbeats) if _is_ahead(peer, beat)]
+            ahead = [peer for peer in self._peers(rank, heartbeats) if _is_ahead(peer, status)]
             allowed = max([self.timeout, *(SKEW * peer.stretch for peer in ahead)])
             others = [other for other in heartbeats.values() if other.phase not in LOCAL_WORK]
-            quiet = beat.quiet - beat.timeout - self._extra(beat)
-            limit = self.timeout + beat.alone
+            quiet = status.quiet - status.timeout - self._extra(status)
+            limit = self.timeout + status.solo_seconds
             if (ahead and quiet > allowed) or (idle and others and quiet > limit):
                 result.append(rank)
         return result
