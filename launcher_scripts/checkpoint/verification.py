@@ -242,7 +242,8 @@ def rebuilt(checkpoint: FTCheckpoint, spec: WeightSpec, layer: int | None) -> ND
                 return None
             full = heads[..., 0, :].reshape(*full.shape[:-1], -1)
         blocks.append(full)
-    return np.ascontiguousarray(np.concatenate(blocks, axis=-1)).view(checkpoint.dtype)
+    together = blocks[0] if len(blocks) == 1 else np.concatenate(blocks, axis=-1)
+    return np.ascontiguousarray(together).view(checkpoint.dtype)
 
 
 def full_tensor(checkpoint: FTCheckpoint, spec: WeightSpec, layer: int | None) -> NDArray[Any]:
