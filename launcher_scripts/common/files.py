@@ -63,6 +63,17 @@ def read_plain(path: Path) -> bytes:
         return file.read()
 
 
+def open_appending(path: Path) -> IO[str]:
+    """Open a file for reading and appending; a link or a second name of it is an OSError."""
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    descriptor = os.open(path, flags, 0o666)
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is not a file of this export", str(path))
+    return os.fdopen(descriptor, "a+", encoding="utf-8", errors="replace")
+
+
 def parse_json(text: bytes | str) -> Any:
     """The value in a JSON text."""
     try:

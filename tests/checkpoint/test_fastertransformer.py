@@ -21,6 +21,7 @@ from launcher_scripts.checkpoint.fastertransformer.config_ini import format_conf
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint, FTWriter, shard_files
 from launcher_scripts.checkpoint.fastertransformer.manifest import read_manifest
 from launcher_scripts.checkpoint.formats import source_tensor
+from launcher_scripts.checkpoint.formats.archive import Crc32
 from launcher_scripts.checkpoint.layout.layouts import full_blocks, rank_columns
 from launcher_scripts.common.errors import CheckpointError
 from launcher_scripts.models.gpt import GPTConfig
@@ -90,7 +91,7 @@ def test_several_threads_give_the_same_digests_and_copies(tmp_path: Path, monkey
     data, path = values.reshape(-1).view(np.uint8).data, tmp_path / "values"
     path.write_bytes(data)
     expected = [manifest.hash_file(path), f"{zlib.crc32(data):08x}"]
-    digests = [manifest.new_digest(threads=4), manifest.Crc32()]
+    digests = [manifest.new_digest(threads=4), Crc32()]
     manifest.add_bytes(digests, path, 0, 1234, 4)
     manifest.add_bytes(digests, path, 1234, 1 << 20, 4)
     assert [digest.hexdigest() for digest in digests] == expected

@@ -24,7 +24,6 @@ from launcher_scripts.checkpoint.fastertransformer.manifest import (
     DIGESTS,
     FORMAT,
     SMALL,
-    Crc32,
     ExportJournal,
     FileEntry,
     Manifest,
@@ -38,6 +37,7 @@ from launcher_scripts.checkpoint.fastertransformer.manifest import (
     replace_folder,
     writing,
 )
+from launcher_scripts.checkpoint.formats.archive import Crc32
 from launcher_scripts.checkpoint.formats.source_tensor import BFLOAT16, copied, dtype_name
 from launcher_scripts.common.errors import CheckpointError, Problems, problem
 from launcher_scripts.models import family_of

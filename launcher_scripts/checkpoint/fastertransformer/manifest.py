@@ -14,24 +14,21 @@ is one finished file with its size and digest. A run that exports the same finds
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import hashlib
 import json
-import os
 import re
 import shutil
-import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
-from launcher_scripts.checkpoint.formats.archive import PARALLEL_BYTES, crc32, memory_threads
+from launcher_scripts.checkpoint.formats.archive import PARALLEL_BYTES, Crc32, memory_threads
 from launcher_scripts.common.errors import CheckpointError, Problems, problem
-from launcher_scripts.common.files import parse_json, read_plain
+from launcher_scripts.common.files import open_appending, parse_json, read_plain
 
 FILE_NAME = "manifest.json"
 FORMAT = "fastertransformer-checkpoint"
@@ -55,19 +52,6 @@ class Digest(Protocol):
     def update(self, data: Any, /) -> object: ...
 
     def hexdigest(self) -> str: ...
-
-
-class Crc32:
-    """The CRC-32 of a file, of the form of a digest."""
-
-    def __init__(self) -> None:
-        self._value = 0
-
-    def update(self, data: Any, /) -> None:
-        self._value = crc32(data, self._value)
-
-    def hexdigest(self) -> str:
-        return f"{self._value:08x}"
 
 
 # What makes a digest. BLAKE3 takes 0.16 s per GB of a processor with wide vectors, sha256 with the
@@ -437,17 +421,6 @@ def identity(values: Mapping[str, Any], sources: Iterable[Path]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _opened(path: Path) -> IO[str]:
-    """The list, for reading and appending; never another file that a link makes of it."""
-    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    descriptor = os.open(path, flags, 0o666)
-    status = os.fstat(descriptor)
-    if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is not a file of this export", str(path))
-    return os.fdopen(descriptor, "a+", encoding="utf-8", errors="replace")
-
-
 class ExportJournal:
     """The list, open and locked: a second export into the same folder is refused."""
 
@@ -455,7 +428,7 @@ class ExportJournal:
         """Opens the list of `folder` (which exists); `name` is the identity of this export."""
         self.folder = folder
         self.name = name
-        self._file = _opened(folder / JOURNAL_NAME)
+        self._file = open_appending(folder / JOURNAL_NAME)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

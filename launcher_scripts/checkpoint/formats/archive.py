@@ -47,6 +47,19 @@ def memory_threads() -> int:
     return min(_MAX_THREADS, len(os.sched_getaffinity(0)))
 
 
+class Crc32:
+    """The CRC-32 of a file, of the form of a digest."""
+
+    def __init__(self) -> None:
+        self._value = 0
+
+    def update(self, data: Any, /) -> None:
+        self._value = crc32(data, self._value)
+
+    def hexdigest(self) -> str:
+        return f"{self._value:08x}"
+
+
 @dataclass(frozen=True, order=True)
 class Checksum:
     """The CRC-32 of `size` bytes from `start` of a file; origin names them in errors."""

@@ -30,7 +30,6 @@ from launcher_scripts.checkpoint.fastertransformer.folder import (
 from launcher_scripts.checkpoint.fastertransformer.manifest import (
     ALGORITHM,
     HUGGINGFACE_FORMAT,
-    Crc32,
     Digest,
     FileEntry,
     add_bytes,
@@ -38,7 +37,7 @@ from launcher_scripts.checkpoint.fastertransformer.manifest import (
     stream_threads,
     writing,
 )
-from launcher_scripts.checkpoint.formats.archive import Archive
+from launcher_scripts.checkpoint.formats.archive import Archive, Crc32
 from launcher_scripts.checkpoint.formats.source_tensor import DTYPES as SAFETENSORS
 from launcher_scripts.checkpoint.formats.source_tensor import Workspace
 from launcher_scripts.checkpoint.huggingface.tensors import TargetTensor
