@@ -180,6 +180,7 @@ def runner_for(
     kv_cache_dtype: str = "auto",
     enable_prefix_caching: bool = False,
     deterministic: bool = False,
+    deterministic_ranks: int = 1,
     launches: Launches | None = None,
     graphs: EagerGraphs | None = None,
     communicator: Communicator = ALONE,
@@ -201,6 +202,7 @@ def runner_for(
         kv_cache_dtype=kv_cache_dtype,
         enable_prefix_caching=enable_prefix_caching,
         deterministic=deterministic,
+        deterministic_ranks=deterministic_ranks,
     )
     place = torch.device(device)
 

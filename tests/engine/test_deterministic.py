@@ -11,10 +11,12 @@ from collections.abc import Callable
 from concurrent.futures import wait
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from launcher_scripts.common.errors import ConfigError
 from launcher_scripts.contract import metric_names as names
 from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest, SamplingParameters
 from launcher_scripts.engine.engine import STEPS_AHEAD, Engine
@@ -27,6 +29,7 @@ from tests.engine.small_models import (
     load_engine,
     lora_targets,
     random_tensors,
+    runner_for,
     small_config,
 )
 from tests.engine.small_t5 import GATED, NEMO, SOURCE, as_encoder, t5_config, t5_tensors
@@ -251,3 +254,49 @@ def test_what_decoding_left_is_not_found(monkeypatch: pytest.MonkeyPatch) -> Non
     ]
     assert found == [32, 32, 0]
     engine.close()
+
+
+@pytest.mark.parametrize(
+    ("model", "data_type"),
+    [
+        ("rope", "bf16"),
+        pytest.param("rope", "fp32", marks=pytest.mark.slow),
+        pytest.param("gpt", "bf16", marks=pytest.mark.slow),
+    ],
+)
+def test_one_rank_has_the_bits_of_two(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, data_type: str
+) -> None:
+    """Whatever runs beside, found prefixes and drafts included."""
+    monkeypatch.setattr(loading, "FIXED_CHUNK", 32)
+    config, made = MODELS[model]
+    options = {"max_batch_size": 12, "deterministic": True, "enable_prefix_caching": True}
+    tensors = made(config)
+    two = load_engine(tmp_path, config, tensors, 2, 1, data_type=data_type, **options)
+    one = engine_for(config, tensors, data_type=data_type, deterministic_ranks=2, **options)
+    plain = engine_for(config, tensors, data_type=data_type, **options)
+    results = []
+    for engine in (two, one, plain):
+        futures = [engine.submit(request) for request in prefixed(10) * 2]
+        results.append([answer(future.result(60)) for future in futures])
+        engine.close()
+    assert results[0] == results[1]
+    assert results[0] != results[2]  # which adds in another order
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        ("rope", {}, "it needs deterministic"),
+        ("rope", {"deterministic": True, "deterministic_ranks": 4}, "the bits of two"),
+        ("experts", {"deterministic": True}, "more than attention and an MLP"),
+        ("lora", {"deterministic": True}, "it has LoRA adapters"),
+        ("rope", {"deterministic": True, "quantization": "int8"}, "its weights are quantized"),
+    ],
+)
+def test_models_without_the_bits_of_several_ranks_are_refused(
+    model: str, options: dict[str, Any], message: str
+) -> None:
+    config, made = MODELS[model]
+    with pytest.raises(ConfigError, match=f"another number of ranks: .*{message}"):
+        runner_for(config, made(config), **{"deterministic_ranks": 2, **options})

@@ -45,7 +45,7 @@ class DecodeStep:
 
     Between stages travel hidden states, float32 [N, hidden].
 
-    stack:   has at least one layer
+    stack:   has at least one layer;  heads: see Network.head_shards
     rotary:  of all positions
     history: [cache tokens], the ids in the cache
     """
@@ -53,16 +53,18 @@ class DecodeStep:
     def __init__(
         self,
         stack: Stack,
+        heads: Sequence[Linear],
         weights: ModelWeights,
         rotary: RotaryTables,
         history: Tensor,
         kernels: Ops,
         communicator: Communicator,
     ) -> None:
-        config, head, embedding = weights.config, weights.head, stack.embedding
+        config, embedding = weights.config, stack.embedding
         self.stack = stack
         self.sublayers: Sublayers = stack.sublayers
-        self.head = None if head is None else kernels.prepare(head)
+        self.heads = [kernels.prepare(head) for head in heads]
+        self._is_sharded = len(heads) > 1
         self.embedding = embedding
         self.rotary = rotary
         self.vocab_size: int = config.vocab_size
@@ -77,7 +79,7 @@ class DecodeStep:
         else:
             tokens, positions = embedding.tokens, embedding.positions
             self._tables = EmbeddingTables(tokens, embedding.first_id, positions)
-        self._norms = prepared(self.sublayers, None if self.head is None else self.head.norm)
+        self._norms = prepared(self.sublayers, self.heads[0].norm if self.heads else None)
         self._windows = {sublayer.window for sublayer in self.sublayers} - {0}
 
     def forward(
@@ -108,7 +110,7 @@ class DecodeStep:
         embedding = self.embedding
         if embedding is None:
             exact = self.communicator.from_previous_stage(x.exact)
-        elif self.communicator.tp_size == 1 and embedding.norm is None and embedding.scale is None:
+        elif self.communicator.tp_size == 1 and not self._is_sharded and self._embeds_plainly:
             return x
         else:
             exact = self.kernels.sum_over_ranks(x.exact, self.communicator)
@@ -117,6 +119,11 @@ class DecodeStep:
             if embedding.norm is not None:
                 exact = self.kernels.norm(exact, embedding.norm, torch.float32)
         return self.kernels.hidden(exact, self._norms[0], x.operand.dtype)
+
+    @property
+    def _embeds_plainly(self) -> bool:
+        embedding = self.embedding
+        return embedding is not None and embedding.norm is None and embedding.scale is None
 
     def _through(self, x: Hidden, context: ForwardContext[Hidden], slots: Tensor) -> Hidden:
         """Hidden states after the stage's last layer, also sent on.  slots: [N], cache tokens"""
@@ -149,12 +156,17 @@ class DecodeStep:
 
     def logits(self, x: Hidden) -> Tensor:
         """Float32 [B, vocab] on every rank of the last stage."""
-        local = self.kernels.logits(x.exact, self._local_head)
+        shards = [self.kernels.logits(x.exact, head) for head in self.heads]
+        local = shards[0] if len(shards) == 1 else torch.cat(shards, 1)
         logits = self.communicator.tp_concat(local)[:, : self.vocab_size]
         return capped(logits, self.logits_softcap)
 
     def greedy(self, x: Hidden, columns: RowColumns, slots: Tensor) -> Tensor:
         """The ids that argmax would find in `logits`, int64 [B]; now the rows' last tokens."""
+        if self._is_sharded:
+            tokens = self.kernels.argmax(self.logits(x))
+            columns.token.index_copy_(0, slots, tokens)
+            return tokens
         if self.communicator.tp_size == 1:
             return self.kernels.choose(x, self._local_head, self.vocab_size, columns, slots)
         tokens = self._argmax_of_ranks(x)
@@ -176,9 +188,9 @@ class DecodeStep:
 
     @property
     def _local_head(self) -> Linear:
-        if self.head is None:
+        if not self.heads:
             raise RuntimeError("only the last pipeline stage has an output projection")
-        return self.head
+        return self.heads[0]
 
     def _local_tables(self) -> EmbeddingTables:
         """One rank adds the positions: the embeddings are summed over the ranks."""

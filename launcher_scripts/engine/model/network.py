@@ -180,6 +180,7 @@ class Network:
         self.step_unsupported_reasons = unsupported_reasons(
             config, weights.decoder.layers.values(), communicator.tp_size
         )
+        self._heads = [] if weights.head is None else self.head_shards()
         self.step = self._decode_step()
         self.encode_unsupported_reasons: list[str] = []
         self.encode_step: EncodeStep | None = None
@@ -275,7 +276,7 @@ class Network:
         """Derive again, in place, what fused steps know of the weights beforehand."""
         stacks = [self.stack] if self._encoder is None else [self._encoder.stack, self.stack]
         linears = [item for stack in stacks for part in stack.sublayers for item in _linears(part)]
-        linears += [] if self.step is None else _linears(self.step)
+        linears += [] if self.step is None else self.step.heads
         for linear in linears:
             if linear.folded is None:
                 continue
@@ -293,11 +294,16 @@ class Network:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Float32 [N, vocab] on every rank of the last stage."""
-        if self.weights.head is None:
+        shards = [self.kernels.logits(hidden, head) for head in self._heads]
+        if not shards:
             raise RuntimeError("only the last pipeline stage has an output projection")
-        local = self.kernels.logits(hidden, self.weights.head)
+        local = shards[0] if len(shards) == 1 else torch.cat(shards, 1)
         logits = self.communicator.tp_concat(local)[:, : self.config.vocab_size]
         return capped(logits, self.weights.config.logits_softcap)
+
+    def head_shards(self) -> list[Linear]:
+        """Return the output projection, in the parts that are computed one after the other."""
+        return [] if self.weights.head is None else [self.weights.head]
 
     def _decode_context(self, rows: Rows) -> DecodeContext:
         source = rows.source
@@ -388,6 +394,7 @@ class Network:
         rotary = self._tables(torch.arange(self.cache.capacity + 1, device=self.device))
         return DecodeStep(
             self.stack,
+            self._heads,
             self.weights,
             rotary,
             self.cache.ids,

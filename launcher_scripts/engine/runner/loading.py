@@ -45,6 +45,7 @@ from launcher_scripts.engine.model.kv_cache import (
     plan_snapshots,
 )
 from launcher_scripts.engine.model.network import Network
+from launcher_scripts.engine.model.virtual_ranks import VirtualRanksNetwork, check_virtual_ranks
 from launcher_scripts.engine.model.weight_loader import DTYPES, Reader
 from launcher_scripts.engine.runner.graphs import GraphCache, watch_steps
 from launcher_scripts.engine.runner.runner import Runner
@@ -102,6 +103,7 @@ class EngineSettings:
     enable_prefix_caching: prompts of a decoder-only model that begin alike are computed once
     deterministic:   a row's tokens do not depend on the rows beside: every step has the same shape,
                      that of max_batch_size rows of full length, and prompts run one by one
+    deterministic_ranks: tensor-parallel ranks whose bits a deterministic model of one rank has
     max_loras:       slots for LoRA adapters that are added while the model is served, of at most
                      max_lora_rank
     inter_token_target: seconds that a step over prompts may take, so that rows which decode get
@@ -123,6 +125,7 @@ class EngineSettings:
     enable_custom_all_reduce: bool = False
     enable_prefix_caching: bool = False
     deterministic: bool = False
+    deterministic_ranks: int = 1
     verify: bool = True
     max_loras: int = 0
     max_lora_rank: int = 16
@@ -416,7 +419,11 @@ def assemble_runner(
 
     launches: other than those of the device;  draft: the weights of the draft model
     """
-    config, target = weights.config, weights
+    config, target, parallelism = weights.config, weights, settings.parallelism
+    as_ranks = settings.deterministic_ranks > parallelism.tp_size
+    if as_ranks:
+        fixed = settings.deterministic and not settings.enable_custom_all_reduce
+        check_virtual_ranks(weights, settings.deterministic_ranks, parallelism, fixed=fixed)
     if draft is not None and draft.draft is not None:
         draft = with_tables(draft, weights)
     if settings.enable_custom_all_reduce:
@@ -427,6 +434,7 @@ def assemble_runner(
     rows, longest, dtype = settings.max_batch_size, family.longest(config), settings.cache_type
     states = [_states(model.config, settings, communicator) for model in both]
     memory = available_memory(device, MEMORY_SHARE[device.type] / ranks)
+    memory -= weights.bytes() * as_ranks  # shards are copies
     row_bytes = bytes_per_row(states[0].values(), DTYPES[settings.data_type])
     snapshots = 0
     if config.has_row_states:
@@ -456,7 +464,10 @@ def assemble_runner(
         arrivals = rows * family.heads(weights.config, communicator.tp_size).num_heads
         cache = KVCache(retained, capacity, dtype, device, row_states, arrivals)
         network: Network
-        if weights.draft is None:
+        if weights is target and as_ranks:
+            ranks = settings.deterministic_ranks
+            network = VirtualRanksNetwork(weights, cache, by.kernels, communicator, device, ranks)
+        elif weights.draft is None:
             network = Network(weights, cache, by.kernels, communicator, device)
         else:
             network = DraftHead(weights, cache, by.kernels, communicator, device, rows)
