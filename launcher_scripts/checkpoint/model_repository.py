@@ -401,6 +401,11 @@ def model_config(settings: ExportSettings, checkpoint: FTCheckpoint) -> str:
             "enable_prefix_caching": int(settings.shares_prefixes),
             "deterministic": int(settings.deterministic),
             **(
+                {"deterministic_ranks": settings.deterministic_ranks}
+                if settings.deterministic_ranks > 1
+                else {}
+            ),
+            **(
                 {"max_loras": settings.max_loras, "max_lora_rank": settings.max_lora_rank}
                 if settings.max_loras
                 else {}

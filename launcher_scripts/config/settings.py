@@ -146,6 +146,11 @@ class ServingOptions:
     deterministic: bool = option(
         False, "tokens do not depend on the requests beside, also on a GPU"
     )
+    deterministic_ranks: int = option(
+        1,
+        "number of tensor-parallel ranks whose bits a deterministic model of one rank has",
+        choices=(1, 2),
+    )
     max_loras: int = option(0, "LoRA adapters that can be added while the model is served", lower=0)
     max_lora_rank: int = option(16, "the largest rank of these", lower=1)
     draft_model_dir: ConfigPath | None = option(
@@ -241,6 +246,13 @@ class ExportSettings(ServingOptions, ModelOptions):
                 got=self.model_type + " with sessions" * self.interactive,
                 choices=("gpt3", "agm"),
                 change=DRAFT_MODEL_KEY,
+            )
+        if self.deterministic_ranks > 1 and not self.deterministic:
+            problems.add(
+                "deterministic_ranks is of a deterministic model",
+                got=self.deterministic_ranks,
+                choices=(1,),
+                change="export.triton_deployment.deterministic_ranks, or .deterministic",
             )
         if self.max_loras and (self.interactive or self.model_type not in ("", "gpt3")):
             problems.add(

@@ -109,6 +109,10 @@ def says_decoupled(text: str) -> bool:
     return bool(_DECOUPLED.search(text))
 
 
+# Numbers that a config.pbtxt has where they are not these.
+_NUMBERS = {"deterministic_ranks": "1", "max_loras": "0", "max_lora_rank": "16"}
+
+
 def serving_options(config: Path) -> dict[str, Any]:
     """The values of `export.triton_deployment` that a config.pbtxt was written with, by their
     names there; None for a value that it does not have.
@@ -133,7 +137,7 @@ def serving_options(config: Path) -> dict[str, Any]:
             values[name] = int(match["value"])
     for name in ("enable_custom_all_reduce", "enable_prefix_caching", "deterministic"):
         values[name] = {"0": False, "1": True}.get(parameters.get(name, ""))
-    for name, default in (("max_loras", "0"), ("max_lora_rank", "16")):
+    for name, default in _NUMBERS.items():
         text_value = parameters.get(name, default)
         values[name] = int(text_value) if text_value.isdecimal() else None
     with suppress(ValueError):

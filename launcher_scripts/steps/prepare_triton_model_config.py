@@ -81,6 +81,9 @@ class ModelConfigSettings:
         None, "compute what prompts have in common once; by default unless deterministic"
     )
     deterministic: bool = option(False, "tokens do not depend on the requests beside")
+    deterministic_ranks: int = option(
+        1, "number of ranks whose bits a deterministic model of one rank has", choices=(1, 2)
+    )
     max_loras: int = option(0, "LoRA adapters that can be added while the model is served", lower=0)
     max_lora_rank: int = option(16, "the largest rank of these", lower=1)
     draft_model_dir: str | None = option(

@@ -177,6 +177,7 @@ def test_every_setting_has_a_flag(step) -> None:
         {"max_batch_size": 7, "quantization": "fp8", "kv_cache_dtype": "fp8", "decoupled": True},
         {"quantization": "int8", "deterministic": True, "enable_custom_all_reduce": True},
         {"inter_token_target": 0.25, "data_type": "bf16", "draft_model_dir": "/drafts/d/1/1-gpu"},
+        {"deterministic": True, "enable_prefix_caching": True, "deterministic_ranks": 2},
         {"max_loras": 3, "max_lora_rank": 8},
         {"interactive": True, "interactive_sessions": 5, "max_batch_size": 1},
     ],

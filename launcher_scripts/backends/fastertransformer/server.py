@@ -65,6 +65,7 @@ PARAMETERS = (
     "inter_token_target",
     "enable_prefix_caching",
     "deterministic",
+    "deterministic_ranks",
 )
 # So the guides' sections on several nodes call the pipeline's size.
 PIPELINES_OLD_NAME = "layer_para_size"
@@ -80,6 +81,7 @@ INTEGERS: dict[str, tuple[int, str | None]] = {
     "tensor_para_size": (1, None),
     "pipeline_para_size": (1, "1"),
     "int8_mode": (0, "0"),
+    "deterministic_ranks": (1, "1"),
     "max_loras": (0, "0"),
     "max_lora_rank": (1, str(EngineSettings.max_lora_rank)),
     **dict.fromkeys(FLAGS, (0, "0")),
@@ -149,6 +151,7 @@ def engine_settings(
         max_batch_size=max(ROWS_IN_FLIGHT, int(config.get("max_batch_size", 1))),
         quantization=quantization,
         kv_cache_dtype=kv_cache_dtype,
+        deterministic_ranks=numbers["deterministic_ranks"],
         max_loras=numbers["max_loras"],
         max_lora_rank=numbers["max_lora_rank"],
         inter_token_target=inter_token_target,

@@ -146,8 +146,11 @@ class Network:
 
     step: the fast way to decode; None where there is none, for step_unsupported_reasons
     encode_step, encode_unsupported_reasons: the same of encoding; None and empty without an encoder
+    has_copies: layers compute with copies of the weights
     replays_prompts: whether the sizes of a prefill step decide alone what it launches
     """
+
+    has_copies = False
 
     def __init__(
         self,

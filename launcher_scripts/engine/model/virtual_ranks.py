@@ -19,7 +19,7 @@ from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.engine.distributed.communicator import Communicator
 from launcher_scripts.engine.model.families import engine_family
 from launcher_scripts.engine.model.kv_cache import KVCache
-from launcher_scripts.engine.model.layers import ForwardContext, Layer, Sublayer
+from launcher_scripts.engine.model.layers import ForwardContext, Input, Layer, Sublayer
 from launcher_scripts.engine.model.network import Network
 from launcher_scripts.engine.model.weights import (
     AttentionWeights,
@@ -116,7 +116,7 @@ class ShardedSublayer(Sublayer):
             shard.prepare()
         self.in_proj = self.shards[0].in_proj
 
-    def branch(self, x: Tensor | Hidden, context: ForwardContext[Tensor | Hidden], /) -> Tensor:
+    def branch(self, x: Input, context: ForwardContext[Input], /) -> Tensor:
         """Return the input of the last shard's out_proj; the parts of the others are computed."""
         *others, last = self.shards
         self.last.others = [
@@ -142,6 +142,8 @@ _ALONE = Communicator()
 class VirtualRanksNetwork(Network):
     """A network on one rank that computes as on `size` ranks."""
 
+    has_copies = True
+
     def __init__(
         self,
         weights: ModelWeights,
@@ -152,6 +154,7 @@ class VirtualRanksNetwork(Network):
         size: int,
     ) -> None:
         self._size = size
+        self._gpt: GPTConfig = weights.config
         super().__init__(weights, cache, kernels, communicator, device)
 
     def _layer(self, layer: int, weights: LayerWeights) -> Layer:
@@ -170,7 +173,7 @@ class VirtualRanksNetwork(Network):
         for rank in ranks:
             self.communicator = rank
             self.cache.layers[layer] = _cache_shard(full_cache, rank.rank, self._size)
-            local = shard_of(weights, self.config, rank.rank, self._size)
+            local = shard_of(weights, self._gpt, rank.rank, self._size)
             shards.append(self._branch(layer, local))
         self.communicator, self.heads = communicator, heads
         self.cache.layers[layer] = full_cache

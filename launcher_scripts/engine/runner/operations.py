@@ -238,6 +238,8 @@ class RankOperations:
         try:
             if operation is None:
                 raise RuntimeError("nothing is to be prepared")
+            if self._runner.decoder.has_copies and not isinstance(operation, Sleep):
+                raise ConfigError("with deterministic_ranks a model's weights stay the same")
             build = OPERATIONS[type(operation)]
             prepared = build(operation, self._runner, self._settings, self._rank)
             if isinstance(prepared, WeightRefit):
