@@ -149,7 +149,7 @@ class ServingOptions:
     deterministic_ranks: int = option(
         1,
         "number of tensor-parallel ranks whose bits a deterministic model of one rank has",
-        choices=(1, 2),
+        lower=1,
     )
     max_loras: int = option(0, "LoRA adapters that can be added while the model is served", lower=0)
     max_lora_rank: int = option(16, "the largest rank of these", lower=1)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from launcher_scripts.common.errors import Problems
+from launcher_scripts.common.errors import ConfigError, Problems, problem
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.models.family import ModelConfig, Partition, Source, WeightSpec
 
@@ -41,8 +41,9 @@ class DraftHeadSizes(ModelConfig):
         """Width of the input of an EAGLE-3's attention."""
         return 2 * self.hidden_size
 
-    def check_draft_head(self, problems: Problems) -> None:
-        """Note heads that are not supported."""
+    def _check_layers(self, problems: Problems) -> None:
+        """See ModelConfig; note heads that are not supported, too."""
+        super()._check_layers(problems)
         if self.draft_head is None:
             if self.draft_vocab_size is not None:
                 problems.add("draft_vocab_size needs draft_head", got=self.draft_vocab_size)
@@ -96,6 +97,19 @@ def weights(
 def _spec(name: str, shape: tuple[str, ...], layout: str = "as_is") -> WeightSpec:
     """A row whose tensor every source calls the same, once it is renamed."""
     return WeightSpec(name, shape, sources={"llama": Source((name,), layout)})
+
+
+def reject_head(config: Any, folder: str) -> None:
+    """Raise ConfigError if the model to be served is a draft head."""
+    if getattr(config, "draft_head", None) is not None:
+        raise ConfigError(
+            problem(
+                "a draft head generates no text by itself",
+                got=folder,
+                choices=["a full model, with the head in draft_model_checkpoint_path"],
+                change="model_checkpoint_path in config.pbtxt",
+            )
+        )
 
 
 def check_draft_model(

@@ -224,7 +224,6 @@ class GPTConfig(StreamSizes, AdapterSizes, MixerSizes, DraftHeadSizes):
         self._check_groups(problems)
         self._check_latent(problems)
         self.check_streams(problems, self.parts)
-        self.check_draft_head(problems)
         if self.joint_qk_norm and not (self.qk_norm and self.normalization == "rmsnorm"):
             problems.add("joint_qk_norm needs qk_norm and rmsnorm", got=self.normalization)
         if self.qk_norm_per_head and (self.joint_qk_norm or self.qk_norm_after_rope):
@@ -409,7 +408,6 @@ class GPTConfig(StreamSizes, AdapterSizes, MixerSizes, DraftHeadSizes):
 
     @property
     def attention_scale(self) -> float:
-        """Factor of q.k."""
         return float(self.softmax_scale or self.head_size**-0.5)
 
     @property

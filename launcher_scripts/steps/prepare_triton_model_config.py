@@ -82,7 +82,7 @@ class ModelConfigSettings:
     )
     deterministic: bool = option(False, "tokens do not depend on the requests beside")
     deterministic_ranks: int = option(
-        1, "number of ranks whose bits a deterministic model of one rank has", choices=(1, 2)
+        1, "number of ranks whose bits a deterministic model of one rank has", lower=1
     )
     max_loras: int = option(0, "LoRA adapters that can be added while the model is served", lower=0)
     max_lora_rank: int = option(16, "the largest rank of these", lower=1)

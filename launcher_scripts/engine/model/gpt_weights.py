@@ -78,25 +78,21 @@ class GPTWeightLoader(SideStreamLoader):
         return ModelWeights(config, decoder, head, loras=self.loras)
 
     def _draft_head(self) -> ModelWeights:
-        """Weights of a draft head; its head has no rows where they are the model's."""
-        norm, hidden_norm = self._norm("final_layernorm"), self._norm("draft.hidden_norm")
-        input_weight = self._tensor("draft.input.weight", self.dtype).t().contiguous()
-        layer, embedding_norm, ids = self._layer(0), None, None
-        rows = input_weight.new_zeros(0, self.config.hidden_size)
-        if self.config.draft_head == EAGLE3:
-            digits = self._tensor(IDS, torch.float32).long()
-            ids, rows = (
-                (digits[0] * 256 + digits[1]) * 256 + digits[2],
-                self._table("lm_head.weight", "draft_vocab_size"),
-            )
+        """Return a draft head's weights, without the tables that are the model's."""
+        config, layer, hidden_norm = self.config, self._layer(0), self._norm("draft.hidden_norm")
+        weight = self._tensor("draft.input.weight", self.dtype).t().contiguous()
+        embedding_norm, ids, rows = None, None, weight.new_zeros(0, config.hidden_size)
+        if config.draft_head == EAGLE3:
+            high, middle, low = self._tensor(IDS, torch.float32).long()
+            ids = (high * 256 + middle) * 256 + low
+            rows = self._table("lm_head.weight", "draft_vocab_size")
             attention = HeadAttentionWeights(**vars(layer.attention), hidden_norm=hidden_norm)
             layer = replace(layer, branches=((attention,), *layer.branches[1:]))
         else:
             embedding_norm = self._norm("draft.embedding_norm")
-        draft = DraftHeadWeights(Linear(input_weight, None), hidden_norm, embedding_norm, ids)
-        return ModelWeights(
-            self.config, StackWeights(None, {0: layer}), Linear(rows, None, norm), draft=draft
-        )
+        draft = DraftHeadWeights(Linear(weight), hidden_norm, embedding_norm, ids)
+        head = Linear(rows, None, self._norm("final_layernorm"))
+        return ModelWeights(config, StackWeights(None, {0: layer}), head, draft=draft)
 
     def _embedding(self, table: Tensor) -> Embedding:
         config = self.config

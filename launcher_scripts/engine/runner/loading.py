@@ -47,6 +47,7 @@ from launcher_scripts.engine.model.kv_cache import (
 from launcher_scripts.engine.model.network import Network
 from launcher_scripts.engine.model.virtual_ranks import VirtualRanksNetwork, check_virtual_ranks
 from launcher_scripts.engine.model.weight_loader import DTYPES, Reader
+from launcher_scripts.engine.model.weights import ModelWeights
 from launcher_scripts.engine.runner.graphs import GraphCache, watch_steps
 from launcher_scripts.engine.runner.runner import Runner
 from launcher_scripts.kernels.cuda.compiling import traits_of
@@ -54,7 +55,7 @@ from launcher_scripts.kernels.ops import Ops
 from launcher_scripts.kernels.quantization import FP8
 from launcher_scripts.models import family_of
 from launcher_scripts.models.adapters import with_lora_slots
-from launcher_scripts.models.draft_heads import check_draft_model
+from launcher_scripts.models.draft_heads import check_draft_model, reject_head
 from launcher_scripts.models.family import ModelConfig
 
 
@@ -153,6 +154,11 @@ class EngineSettings:
         with problems.collecting():
             kv_cache_dtype_of(self.kv_cache_dtype, "{} in config.pbtxt")
         problems.raise_if_any(ConfigError)
+
+    @property
+    def has_virtual_ranks(self) -> bool:
+        """True if a model computes as on another number of ranks."""
+        return self.deterministic_ranks not in (1, self.parallelism.tp_size)
 
     @property
     def fixed_chunk(self) -> int | None:
@@ -285,15 +291,7 @@ def open_checkpoint(settings: EngineSettings, *, verify: bool) -> FTCheckpoint:
                 choices=FAMILIES,
             )
         )
-    if getattr(checkpoint.config, "draft_head", None) is not None:
-        raise ConfigError(
-            problem(
-                "a draft head generates no text by itself",
-                got=str(checkpoint.folder),
-                choices=["a full model, with the head in draft_model_checkpoint_path"],
-                change="model_checkpoint_path in config.pbtxt",
-            )
-        )
+    reject_head(checkpoint.config, str(checkpoint.folder))
     parallelism = settings.parallelism
     if checkpoint.tp_size != parallelism.tp_size:
         raise ConfigError(
@@ -419,11 +417,7 @@ def assemble_runner(
 
     launches: other than those of the device;  draft: the weights of the draft model
     """
-    config, target, parallelism = weights.config, weights, settings.parallelism
-    as_ranks = settings.deterministic_ranks > parallelism.tp_size
-    if as_ranks:
-        fixed = settings.deterministic and not settings.enable_custom_all_reduce
-        check_virtual_ranks(weights, settings.deterministic_ranks, parallelism, fixed=fixed)
+    config, target = weights.config, weights
     if draft is not None and draft.draft is not None:
         draft = with_tables(draft, weights)
     if settings.enable_custom_all_reduce:
@@ -434,7 +428,8 @@ def assemble_runner(
     rows, longest, dtype = settings.max_batch_size, family.longest(config), settings.cache_type
     states = [_states(model.config, settings, communicator) for model in both]
     memory = available_memory(device, MEMORY_SHARE[device.type] / ranks)
-    memory -= weights.bytes() * as_ranks  # shards are copies
+    if settings.has_virtual_ranks:
+        memory -= weights.bytes()  # shards are copies
     row_bytes = bytes_per_row(states[0].values(), DTYPES[settings.data_type])
     snapshots = 0
     if config.has_row_states:
@@ -463,14 +458,8 @@ def assemble_runner(
         row_states = RowStatePool(retained, rows, snapshots, DTYPES[settings.data_type], device)
         arrivals = rows * family.heads(weights.config, communicator.tp_size).num_heads
         cache = KVCache(retained, capacity, dtype, device, row_states, arrivals)
-        network: Network
-        if weights is target and as_ranks:
-            ranks = settings.deterministic_ranks
-            network = VirtualRanksNetwork(weights, cache, by.kernels, communicator, device, ranks)
-        elif weights.draft is None:
-            network = Network(weights, cache, by.kernels, communicator, device)
-        else:
-            network = DraftHead(weights, cache, by.kernels, communicator, device, rows)
+        parts = weights, cache, by.kernels, communicator, device
+        network = _network_of(settings, *parts, is_target=weights is target)
         if draft_runner is not None and isinstance(draft_runner.decoder, DraftHead):
             draft_runner.decoder.features = Features(draft.draft, network)
         return Runner(
@@ -485,6 +474,20 @@ def assemble_runner(
         )
 
     return runner_of(weights, None if draft is None else runner_of(draft, None))
+
+
+def _network_of(
+    settings: EngineSettings, weights: ModelWeights, *parts: Any, is_target: bool
+) -> Network:
+    """Return the network of a model, or of its draft model or head.  parts: those of Network"""
+    if weights.draft is not None:
+        return DraftHead(weights, *parts, settings.max_batch_size)
+    if is_target and settings.has_virtual_ranks:
+        fixed = settings.deterministic and not settings.enable_custom_all_reduce
+        ranks = settings.deterministic_ranks
+        check_virtual_ranks(weights, ranks, settings.parallelism, fixed=fixed)
+        return VirtualRanksNetwork(weights, *parts, ranks)
+    return Network(weights, *parts)
 
 
 def _states(
