@@ -381,3 +381,24 @@ def test_a_llama_4_may_turn_without_a_band_between_slow_and_fast() -> None:
     """Scout's low_freq_factor and high_freq_factor are both 1."""
     turns = rotary._llama3(torch.tensor([1.0, 0.01]), 16.0, 64, 1.0, 1.0)
     assert turns.tolist() == pytest.approx([1.0, 0.01 / 16])
+
+
+@pytest.mark.parametrize("name", ["olmo3", "gemma3_text"])
+def test_turns_that_are_not_of_a_kind_of_layers_are_refused(name: str) -> None:
+    """transformers' classes take their defaults then, whatever the number says."""
+    kind = {"olmo3": "Olmo3", "gemma3_text": "Gemma3Text"}[name]
+    turns = {"rope_type": "default", "rope_theta": 100.0}
+    made = getattr(transformers, f"{kind}Config")(rope_parameters=dict(turns))
+    assert made.rope_parameters["full_attention"]["rope_theta"] != 100.0
+    said = {**tiny_models.LLAMA, "rope_parameters": turns, "model_type": name, "eos_token_id": 2}
+    values = raw(said)
+    architecture(said, Path("config.json")).read(values)
+    assert "no section for a kind of layers" in values.problems.messages[0]
+
+
+def test_windows_may_begin_with_the_first_layer() -> None:
+    said = {**tiny_models.LLAMA, "use_sliding_window": True, "sliding_window": 4}
+    values = raw({**said, "max_window_layers": 0, "model_type": "qwen3"})
+    config = decoders.qwen3(values)
+    assert (config.sliding_window, config.full_attention_layers) == (4, None)
+    assert values.problems.messages == []

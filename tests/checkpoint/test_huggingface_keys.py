@@ -114,6 +114,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "stablelm": {"norm_eps": 1e-5, "layer_norm_eps": 1e-5, "rotary_scaling_factor": 1.0},
     "qwen2": {"use_mrope": False, "sliding_window": None, "initializer_cutoff_factor": 2.0},
     "t5": {"n_positions": 512, "output_past": True},
+    "umt5": {"scalable_attention": True},
+    "switch_transformers": {"capacity_factor": 1.0, "num_selected_experts": 1},
     "bart": {
         "_num_labels": 3,
         "add_bias_logits": False,

@@ -302,6 +302,7 @@ def t5(raw: RawConfig, **fields: Any) -> T5Config:
 
 
 def umt5(raw: RawConfig) -> T5Config:
+    raw.unused("scalable_attention")  # of its training's code
     return t5(raw, relative_bias_per_layer=True)
 
 
@@ -312,12 +313,11 @@ def switch_transformers(raw: RawConfig) -> T5Config:
     """
     raw.unused("encoder_sparse_step", "decoder_sparse_step", "router_jitter_noise", "router_type")
     raw.unused("router_ignore_padding_tokens", "add_router_probs", "router_dtype")
-    raw.unused("router_z_loss_coef", "router_aux_loss_coef")
+    raw.unused("router_z_loss_coef", "router_aux_loss_coef", "capacity_factor")
+    raw.only(num_selected_experts=1, batch_prioritized_routing=False)
     raw.defaults(feed_forward_proj=raw.text("dense_act_fn", "relu"))
-    raw.notes.append(
-        f"expert_capacity {raw.size('expert_capacity', default=64)} is not obeyed: no token of a "
-        "sequence is dropped"
-    )
+    limit = raw.size("expert_capacity", default=64)
+    raw.notes.append(f"expert_capacity {limit} is not obeyed: no token of a sequence is dropped")
     fields: dict[str, Any] = {"router_bias": raw.flag("router_bias", False) or None}
     layers = raw.layers("num_layers")
     decoder_layers = raw.layers("num_decoder_layers", default=layers)

@@ -114,7 +114,7 @@ def qwen_windows(raw: RawConfig) -> Fields:
     if not raw.flag("use_sliding_window", False):
         raw.unused("sliding_window", "max_window_layers", "layer_types")
         return {}
-    first = raw.size("max_window_layers", default=raw.layers("num_hidden_layers"))
+    first = raw.size("max_window_layers", default=raw.layers("num_hidden_layers"), minimum=0)
     return windows(raw, lambda layer: layer < first)
 
 

@@ -194,7 +194,7 @@ def mellum(raw: RawConfig) -> GPTConfig:
 
 def dots1(raw: RawConfig) -> GPTConfig:
     """dots.llm1; the first max_window_layers layers have no window."""
-    first = raw.size("max_window_layers", default=62)
+    first = raw.size("max_window_layers", default=62, minimum=0)
     if raw.raw.get("scoring_func") == "noaux_tc":  # as published; its class always has sigmoids
         raw.unused("scoring_func")
     return decoder(

@@ -171,7 +171,12 @@ def two_ropes(raw: RawConfig, head_size: int, local_base: float) -> tuple[Fields
     local_base: where a section of the file does not say it
     """
     parameters = raw.section("rope_parameters")
-    if not parameters.raw.keys() & {"full_attention", "sliding_attention"}:
+    kinds = ("full_attention", "sliding_attention")
+    if not parameters.raw.keys() & {*kinds}:
+        if parameters.raw:
+            text = "rope_parameters has no section for a kind of layers, and transformers' class "
+            text += "reads nothing else of it"
+            raw.problems.add(text, got=sorted(parameters.raw), choices=kinds)
         return rope(raw, head_size), None
     turns = rope_of(raw, parameters.section("full_attention"), head_size)
     local = parameters.section("sliding_attention")
