@@ -20,6 +20,7 @@ import time
 from concurrent.futures import wait
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -77,7 +78,9 @@ def draft_config(shape: str, head: str | None) -> GPTConfig:
     if head is None:
         return DRAFTS[shape]
     size = HEAD_VOCABULARY if head == EAGLE3 else None
-    return replace(CONFIGS[shape], num_layers=1, draft_head=head, draft_vocab_size=size)
+    model: Any = CONFIGS[shape]
+    result: GPTConfig = replace(model, num_layers=1, draft_head=head, draft_vocab_size=size)
+    return result
 
 
 def measured(engine: Engine, rows: int) -> list[dict]:

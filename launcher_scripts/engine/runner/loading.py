@@ -428,8 +428,7 @@ def assemble_runner(
     rows, longest, dtype = settings.max_batch_size, family.longest(config), settings.cache_type
     states = [_states(model.config, settings, communicator) for model in both]
     memory = available_memory(device, MEMORY_SHARE[device.type] / ranks)
-    if settings.has_virtual_ranks:
-        memory -= weights.bytes()  # shards are copies
+    memory -= weights.bytes() * settings.has_virtual_ranks  # shards are copies
     row_bytes = bytes_per_row(states[0].values(), DTYPES[settings.data_type])
     snapshots = 0
     if config.has_row_states:
@@ -458,8 +457,8 @@ def assemble_runner(
         row_states = RowStatePool(retained, rows, snapshots, DTYPES[settings.data_type], device)
         arrivals = rows * family.heads(weights.config, communicator.tp_size).num_heads
         cache = KVCache(retained, capacity, dtype, device, row_states, arrivals)
-        parts = weights, cache, by.kernels, communicator, device
-        network = _network_of(settings, *parts, is_target=weights is target)
+        parts = cache, by.kernels, communicator, device
+        network = _network_of(settings, weights, parts, is_target=weights is target)
         if draft_runner is not None and isinstance(draft_runner.decoder, DraftHead):
             draft_runner.decoder.features = Features(draft.draft, network)
         return Runner(
@@ -476,10 +475,13 @@ def assemble_runner(
     return runner_of(weights, None if draft is None else runner_of(draft, None))
 
 
+NetworkParts = tuple[KVCache, Ops, Communicator, torch.device]
+
+
 def _network_of(
-    settings: EngineSettings, weights: ModelWeights, *parts: Any, is_target: bool
+    settings: EngineSettings, weights: ModelWeights, parts: NetworkParts, *, is_target: bool
 ) -> Network:
-    """Return the network of a model, or of its draft model or head.  parts: those of Network"""
+    """Return the network of a model, or of its draft model or head."""
     if weights.draft is not None:
         return DraftHead(weights, *parts, settings.max_batch_size)
     if is_target and settings.has_virtual_ranks:
