@@ -45,13 +45,6 @@ class HeadNorms:
     joint: bool = False
     scales: Tensor | None = None
 
-    @classmethod
-    def per_head(cls, query: Tensor, key: Tensor, size: int, kind: str, eps: float) -> HeadNorms:
-        """Norms of every head by weights of its own, float32 [heads * head_size], and no bias."""
-        ones = torch.ones(size, device=query.device)
-        plain = Norm(kind, ones, torch.zeros_like(ones) if kind == "layernorm" else None, eps)
-        return cls(plain, plain, scales=torch.cat([query, key, torch.ones_like(key)]))
-
     def before_rope(self) -> tuple[HeadNorms, Tensor]:
         """Norms without weights before the rotary embedding, and a factor of the queries after it
         [head_size], which give the scores of these norms after it: turning keeps the mean square.

@@ -36,6 +36,7 @@ from launcher_scripts.engine.model.weights import (
     SharedExpert,
     StackWeights,
     SublayerWeights,
+    norms_per_head,
 )
 from launcher_scripts.kernels.operands import (
     ExpertGroups,
@@ -484,7 +485,7 @@ class GPTWeightLoader(SideStreamLoader):
                 for part in ("query", "key")
             )
             config = self.config.of_layer(layer)
-            return HeadNorms.per_head(
+            return norms_per_head(
                 query, key, config.head_size, config.normalization, config.norm_eps
             )
         return HeadNorms(

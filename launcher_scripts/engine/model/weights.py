@@ -321,3 +321,10 @@ class ModelWeights:
 def sublayers_of(layers: Iterable[LayerWeights]) -> Iterator[SublayerWeights]:
     """The sublayers of all layers."""
     return (sublayer for layer in layers for sublayer in layer.sublayers)
+
+
+def norms_per_head(query: Tensor, key: Tensor, size: int, kind: str, eps: float) -> HeadNorms:
+    """Norms of every head by weights of its own, float32 [heads * head_size], and no bias."""
+    ones = torch.ones(size, device=query.device)
+    plain = Norm(kind, ones, torch.zeros_like(ones) if kind == "layernorm" else None, eps)
+    return HeadNorms(plain, plain, scales=torch.cat([query, key, torch.ones_like(key)]))
