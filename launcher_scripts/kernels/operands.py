@@ -325,6 +325,7 @@ class StepRows:
     positions: of the new token; lengths: with it
     source_starts, source_lengths: of the encoder's inputs; None without an encoder
     seen: first cache tokens and lengths of what attention covers; None: of all tokens
+    in_sequence: some may be tokens of one sequence, and attend to one another
     """
 
     starts: Tensor
@@ -333,6 +334,7 @@ class StepRows:
     source_starts: Tensor | None = None
     source_lengths: Tensor | None = None
     seen: tuple[Tensor, Tensor] | None = None
+    in_sequence: bool = False
 
     def within(self, window: int) -> StepRows:
         """The rows where attention covers the last `window` tokens, the new one included."""

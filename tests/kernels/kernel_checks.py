@@ -600,6 +600,21 @@ def test_attend_own(rows, dtype, kept, longest, rotary_size):
     assert_alike(*caches, (starts + positions).tolist(), coarser(dtype, kept))
 
 
+def test_attend_own_in_sequence():
+    """Tokens of one sequence in one step, the last one first, attend to one another."""
+    heads, size, dtype = Heads(4, 2, 12), SIZES[1][0], torch.float32
+    linear = make_linear(8 * 12, size, make_norm("layernorm", size), True, dtype)
+    positions = torch.tensor([6, 5, 4], device=DEVICE)
+    starts = torch.full_like(positions, 3)
+    step = StepRows(starts, positions, positions + 1, in_sequence=True)
+    mine, theirs = hidden_pair(3, linear)
+    caches = equal_caches(heads, 40, starts, positions, dtype)
+    more, scores = (heads, None, step), AttentionScores(12**-0.5)
+    got = fused.attend_own(mine, fused.prepare(linear), *more, caches[0], 40, scores)
+    want = reference.attend_own(theirs, linear, *more, caches[1], 40, scores)
+    assert_close(got, want, dtype)
+
+
 @pytest.mark.parametrize("rows", [1, 3])
 def test_choose_keeps_the_tokens(rows):
     head = make_linear(40, SIZES[0][0], make_norm("rmsnorm", SIZES[0][0]), False, torch.float32)

@@ -44,9 +44,15 @@ def one_layer(
     return traced_runner(settings, replace(config, **alike))
 
 
-@pytest.mark.parametrize("rows", [1, 33])
-def test_steps_of_the_smallest_model(hopper: Hopper, rows: int) -> None:
-    one_layer("126m").execute(Plan(record=(StepShape(rows, 256, 0, Choice.GREEDY),)))
+@pytest.mark.parametrize(
+    ("rows", "data_type", "quantization"),
+    [(1, "bf16", None), (33, "bf16", None), (1, "fp32", "int4")],
+)
+def test_steps_of_the_smallest_model(
+    hopper: Hopper, rows: int, data_type: str, quantization: Quantization | None
+) -> None:
+    runner = one_layer("126m", data_type, quantization)
+    runner.execute(Plan(record=(StepShape(rows, 256, 0, Choice.GREEDY),)))
     assert ("gemv" if rows == 1 else "dot_rows") in hopper.loaded
 
 

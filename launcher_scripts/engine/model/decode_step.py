@@ -48,6 +48,7 @@ class DecodeStep:
     stack:   has at least one layer;  heads: see Network.head_shards
     rotary:  of all positions
     history: [cache tokens], the ids in the cache
+    in_sequence: rows may be tokens of one sequence (see StepRows)
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class DecodeStep:
         communicator: Communicator,
     ) -> None:
         config, embedding = weights.config, stack.embedding
+        self.in_sequence = False
         self.stack = stack
         self.sublayers: Sublayers = stack.sublayers
         self.heads = [kernels.prepare(head) for head in heads]
@@ -102,6 +104,7 @@ class DecodeStep:
             sources=bounds.source > 0,
         )
         x = self._entered(x)
+        rows = replace(rows, in_sequence=self.in_sequence)
         context = self._context(rows, bounds, slots, lora_adapters)
         return self._through(x, context, rows.starts + rows.positions)
 

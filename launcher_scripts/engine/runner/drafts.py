@@ -227,6 +227,8 @@ class Lanes:
         self.count = count
         recurs = network.config.has_row_states
         self.are_possible = network.step is not None and not recurs and not bounds.general
+        if network.step is not None:
+            network.step.in_sequence = self.are_possible
 
     def logits(self, pairs: Sequence[tuple[RowStart, Draft]], tokens: Tensor) -> Tensor | None:
         """Return the logits [N, vocab] after each of the tokens [N], draft after draft."""

@@ -203,9 +203,9 @@ def attend_own(
     norms: HeadNorms | None = None,
 ) -> Tensor:
     """See reference.attend_own. One row's projection stores keys and values, several rows' not:
-    there the attention does, unless norms come between."""
+    there the attention does, unless norms come between or rows attend to one another."""
     is_single, parts = x.operand.shape[0] == 1, 1
-    stored = is_single or norms is not None
+    stored = is_single or norms is not None or rows.in_sequence
     if stored:
         query = project_heads(x, linear, heads, rotary, rows, cache, norms)
     else:

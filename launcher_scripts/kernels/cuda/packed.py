@@ -430,14 +430,15 @@ def multiply_packed(
 ):
     """gemv.multiply of weights of four bits; their scales are applied.
 
-    With PTX int4 is multiplied as bytes: of x 16 numbers at a time become integers.
+    With PTX int4 is multiplied as bytes, unless x is float32: of x 16 numbers at a time become
+    integers of 15 bits.
     """
     weight, scales, rows, tile = started
     other_weight, other_scales, other_rows, other_tile = other_started
     ROWS: tl.constexpr = tile.shape[0]
     LONGS: tl.constexpr = tile.shape[1]
     e2m1: tl.constexpr = scales.dtype.element_ty == tl.int16
-    by_bytes: tl.constexpr = PTX and not e2m1
+    by_bytes: tl.constexpr = PTX and not e2m1 and x.dtype.element_ty != tl.float32
     product = tl.zeros([ROWS, LONGS // PER_LOAD], tl.float32)
     other = tl.zeros([ROWS, LONGS // PER_LOAD], tl.float32)
     for first in tl.static_range(0, IN // PER_LONG, LONGS):
