@@ -26,6 +26,9 @@ _TYPES = ("null", "boolean", "object", "array", "number", "string")
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _SCHEMAS = ("items", "additionalItems", "additionalProperties", "then", "else", "contains")
+_SIZES = tuple(
+    f"{end}{what}" for end in ("min", "max") for what in ("Length", "Items", "Properties")
+)
 # Keywords without an effect of their own -> those that they belong to.
 _COMPANIONS = {"then": "if", "else": "if", "minContains": "contains", "maxContains": "contains"}
 _COMBINATIONS = ("allOf", "anyOf", "oneOf", "$ref", "if", "dependentSchemas")
@@ -99,9 +102,31 @@ def _format(schema: Schema, _: Chain, notes: list[str]) -> Any:
     return schema
 
 
+def _listed(schema: Schema, _: Chain, __: list[str]) -> Any:
+    """Refuse integers that llguidance would round."""
+    left = [schema.get("const"), schema.get("enum")]
+    while left:
+        value = left.pop()
+        if isinstance(value, dict):
+            left += value.values()
+        elif isinstance(value, list):
+            left += value
+        elif isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+            raise ValueError(f"const and enum have no integers beyond 64 bits; got {value}")
+    return schema
+
+
+def _sizes(schema: Schema, _: Chain, __: list[str]) -> Any:
+    """Write 3.0 as 3: JSON has one type of numbers."""
+    sizes = {name: schema[name] for name in _SIZES if isinstance(schema.get(name), float)}
+    return {**schema, **{name: int(size) for name, size in sizes.items() if size.is_integer()}}
+
+
 def _if(schema: Schema, chain: Chain, _: list[str]) -> Any:
     """Alternatives by the value of one property, of which all values are known."""
     condition = schema.pop("if")
+    if not schema.keys() & {"then", "else"}:
+        return schema
     branches = [schema.pop(key, True) for key in ("then", "else")]
     if isinstance(condition, bool) or condition == {}:
         return _all_of(schema, branches[0 if condition is not False else 1])
@@ -298,6 +323,8 @@ def _unevaluated(schema: Schema, key: str, others: str) -> Any:
 
 # Those that look at other keywords come before the ones that change these.
 _RULES: dict[str, Rule] = {
+    **dict.fromkeys(_SIZES, _sizes),
+    **dict.fromkeys(("const", "enum"), _listed),
     "format": _format,
     "not": _not,
     "if": _if,

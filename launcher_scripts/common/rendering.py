@@ -136,7 +136,7 @@ def make_renderer(_argument: None) -> Callable[[Mapping[str, Any]], dict[str, st
 def _limited(template: jinja2.Template, values: Mapping[str, Any], max_chars: int) -> str:
     """The template's text. Raises ValueError for a longer one."""
     segments, size = [], 0
-    for segment in template.generate(**values):
+    for segment in template.generate(values):
         size += len(segment)
         if size > max_chars:
             raise ValueError(f"its text is longer than {max_chars} characters")

@@ -71,12 +71,15 @@ def _document(part: dict[str, Any]) -> str | None:
 
 
 def _lines(*contents: Any) -> str:
-    """The texts of contents, a line for each."""
+    """The texts of contents, a line for each. Raises ValueError for what is no text."""
     texts = []
     for content in contents:
         for part in content if isinstance(content, list) else [content]:
             text = part.get("text") if isinstance(part, dict) else part
-            texts += [text] if isinstance(text, str) else []
+            if isinstance(text, str):
+                texts.append(text)
+            elif part is not None:
+                text_parts([part])
     return "\n".join(texts)
 
 
@@ -216,7 +219,7 @@ _DELTAS = {
 def chat_of_messages(body: ConversationBody) -> ChatBody:
     """The same request as a chat. Raises ApiError."""
     system = []
-    if body.system is not None:
+    if body.system not in (None, []):
         system.append({"role": "system", "content": plain_text(body.system)})
     turns = [message for turn in body.messages for message in _messages(turn)]
     values: dict[str, Any] = {

@@ -99,8 +99,11 @@ def _messages(body: ResponsesBody) -> list[dict[str, Any]]:
             reasoning = result.pop() if item.role == "assistant" and _is_reasoning(result) else {}
             result.append({**reasoning, "role": item.role, "content": plain_text(item.content)})
         elif isinstance(item, ReasoningItem):
-            reasoning = {NAMES[0]: plain_text(item.content)}
-            result.append({"role": "assistant", "content": None, **reasoning})
+            text = plain_text(item.content)
+            if text and _is_reasoning(result):
+                result[-1][NAMES[0]] += f"\n{text}"
+            elif text:
+                result.append({"role": "assistant", "content": None, NAMES[0]: text})
         elif isinstance(item, FunctionOutput):
             output = {"tool_call_id": item.call_id, "content": plain_text(item.output)}
             result.append({"role": "tool", **output})

@@ -187,7 +187,7 @@ class SamplingBody(StrictBody):
     @field_validator("logit_bias")
     @classmethod
     def _ids(cls, value: dict[str, float]) -> dict[str, float]:
-        if wrong := [key for key in value if not key.isdecimal() or int(key) >= _MAX_NUMBER]:
+        if wrong := [key for key in value if not _is_token_id(key)]:
             raise ValueError(f"keys are token ids; got {wrong[:3]}")
         return value
 
@@ -213,6 +213,8 @@ class CompletionBody(SamplingBody):
 # How much a model should think. Templates that know `enable_thinking` alone understand `none`.
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 _EFFORTS: dict[str, str] = {"max": "xhigh"}  # for templates
+# Variables of templates that parameters of the request set.
+_OF_TEMPLATES = frozenset(("messages", "tools", "add_generation_prompt", "continue_final_message"))
 
 
 class ContentPart(TextPart):
@@ -254,6 +256,13 @@ class ChatPrompt(StrictBody):
             values["reasoning_effort"] = _EFFORTS.get(self.reasoning_effort, self.reasoning_effort)
             values["enable_thinking"] = self.reasoning_effort != "none"
         return {**values, **self.chat_template_kwargs}
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _no_parameters(cls, value: dict[str, Any]) -> dict[str, Any]:
+        if wrong := sorted(value.keys() & _OF_TEMPLATES):
+            raise ValueError(f"{wrong[0]} is a parameter of the request itself")
+        return value
 
     @field_validator("tools")
     @classmethod
@@ -311,7 +320,8 @@ class ChatBody(SamplingBody, ChatPrompt):
         allowed = AllowedTools.model_validate(choice.get("allowed_tools"))
         names = {str((tool.get("function") or {}).get("name")) for tool in allowed.tools}
         tools = [tool for tool in values.get("tools") or () if _name(tool) in names]
-        return {**values, "tools": tools, "tool_choice": allowed.mode if tools else "none"}
+        mode = allowed.mode if tools or allowed.mode == "required" else "none"
+        return {**values, "tools": tools, "tool_choice": mode}
 
     @property
     def grammars(self) -> dict[str, dict[str, Any]]:
@@ -371,6 +381,12 @@ class DetokenizeBody(StrictBody):
 
     model: str | None = None
     tokens: list[TokenId]
+
+
+def _is_token_id(key: str) -> bool:
+    """Return whether a key is the usual decimal form of a token id, of which there is one."""
+    digits = key.isascii() and key.isdecimal() and len(key) <= len(str(_MAX_NUMBER))
+    return digits and str(int(key)) == key and int(key) < _MAX_NUMBER
 
 
 def _name(tool: Any) -> str | None:

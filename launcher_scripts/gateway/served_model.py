@@ -75,11 +75,10 @@ class ChatTemplate:
             messages = _marked(messages)
         name = WITH_TOOLS if tools and WITH_TOOLS in self._templates else DEFAULT
         template = self._templates.get(name) or next(iter(self._templates.values()))
-        values = {**self._special_tokens, **(more or {})}
+        values = {"documents": None, **self._special_tokens, **(more or {})}
         variables = {
             "messages": messages,
             "tools": tools or None,
-            "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
         text = self._text(template, {**values, **variables})

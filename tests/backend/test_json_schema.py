@@ -53,6 +53,9 @@ CASES: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
         [{}, {"kind": "a"}, {"size": 1}],
         [{"kind": "a", "size": 1}],
     ),
+    "if without consequences": ({**SMALL, "if": {"minimum": 5}}, [1], ["a"]),
+    "sizes with a point": ({"type": "string", "maxLength": 2.0}, ["a", "ab"], ["abc"]),
+    "the largest integer": ({"const": (1 << 63) - 1}, [(1 << 63) - 1], [1 << 63]),
     "if, then": (
         {**CLOSED, "properties": KIND, "if": IF_A, "then": {"required": ["size"]}},
         [{"kind": "b"}, {"kind": "a", "size": 1}, {"size": 1}],

@@ -110,6 +110,9 @@ def test_further_values_reach_the_template() -> None:
     found = template.render([USER], more={"enable_thinking": False})
     assert found == of_transformers(text, [USER], add_generation_prompt=True, enable_thinking=False)
     assert found.endswith("<think>\n\n</think>\n\n")
+    reads = ChatTemplate({"default": "{{ documents | length if documents else 'none' }}"}, {})
+    assert reads.render([USER], more={"self": 1}) == "none"
+    assert reads.render([USER], more={"documents": [{"title": "a", "text": "b"}]}) == "1"
 
 
 def test_a_template_of_its_own_for_tools() -> None:

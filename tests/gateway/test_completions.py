@@ -482,6 +482,8 @@ def test_prompt_and_answer_of_an_encoder_decoder_have_the_length_each() -> None:
         ({"stop": ""}, "stop", "invalid_value"),
         ({"stop": [1]}, "stop", "invalid_value"),
         ({"logit_bias": {"x": 1}}, "logit_bias", "invalid_value"),
+        ({"logit_bias": {"1": 1, "01": 2}}, "logit_bias", "invalid_value"),
+        ({"logit_bias": {"٣": 1}}, "logit_bias", "invalid_value"),
         ({"logit_bias": {"1": 101}}, "logit_bias", "invalid_value"),
         ({"min_tokens": 5, "max_tokens": 4}, "min_tokens", "invalid_value"),
         ({"max_tokens": 64}, "max_tokens", "context_length_exceeded"),

@@ -261,6 +261,7 @@ FUNCTION = {"name": "f", "parameters": {"type": "object"}}
 TOOL = {"type": "function", "function": FUNCTION}
 CHOICE = {"mode": "required", "tools": [{"type": "function", "function": {"name": "f"}}]}
 ALLOWED = {"type": "allowed_tools", "allowed_tools": CHOICE}
+PICTURED = {"type": "document", "source": {"type": "content", "content": [{"type": "image"}]}}
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 
 
@@ -314,6 +315,17 @@ def test_tool_choice_may_allow_some_tools(path: str, tools: Any, choice: Any) ->
         (CHAT, {"messages": []}, "messages: it is empty"),
         (CHAT, {"response_format": {"type": None}}, "response_format.type: it is missing"),
         (RESPONSES, {"input": []}, "input: it is empty"),
+        (CHAT, {"tool_choice": ALLOWED}, "tool_choice needs tools"),
+        (
+            CHAT,
+            {"chat_template_kwargs": {"tools": [TOOL]}},
+            "chat_template_kwargs: tools is a parameter of the request itself",
+        ),
+        (
+            MESSAGES,
+            {"messages": [{"role": "user", "content": [PICTURED]}]},
+            "messages.0.content: this model reads text only; got a part of type 'image'",
+        ),
     ],
 )
 def test_errors_are_about_the_clients_values(path: str, body: Any, words: str) -> None:

@@ -225,7 +225,12 @@ def test_a_response_has_an_item_of_reasoning() -> None:
     assert answer.output_text == ANSWER and answer.reasoning.effort == "high"
     assert answer.usage.output_tokens_details.reasoning_tokens == len(GPT2.encode(THOUGHT))
     sent = [item.model_dump() for item in (thought, said)]
-    for items, thoughts in ((sent, [THOUGHT]), (sent[1:], [])):
+    again, empty = {"type": "reasoning", "content": sent[0]["content"]}, {"type": "reasoning"}
+    for items, thoughts in (
+        (sent, [THOUGHT]),
+        (sent[1:], []),
+        ([again, empty, *sent], [THOUGHT, "\n", THOUGHT]),
+    ):
         reads = "{% for m in messages %}{{ m.role }}[{{ m.reasoning_content }}]{% endfor %}"
         backend, client = client_of(reads, ANSWER)
         question = {"role": "user", "content": "Hi"}

@@ -259,7 +259,10 @@ class GrammarCompiler:
             raise RequestError(
                 problem(f"guided_grammar cannot be followed: {matcher.get_error()}", got=text[:200])
             )
-        return matcher, _mask(matcher)
+        mask = _mask(matcher)
+        if matcher.is_error():
+            raise RequestError(problem("no text follows guided_grammar", got=text[:200]))
+        return matcher, mask
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
