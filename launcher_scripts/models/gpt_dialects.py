@@ -283,6 +283,11 @@ MIMO = {
     "layers.*.attention.dense": Source(("layers.*.self_attn.o_proj",), "padded_inputs"),
     "layers.*.attention.sinks": Source(("layers.*.self_attn.attention_sink_bias",)),
 }
+DBRX = {
+    **_renamed(MPT, "blocks.*.", "blocks.*.norm_attn_norm."),
+    "layers.*.mlp.router": Source(("blocks.*.ffn.router.layer",), "transposed"),
+    **_renamed(_gated("experts.#", "experts.#", "ffn"), "layers.*.", "blocks.*."),
+}
 NEMOTRON_NAS = {
     "layers.*.attention.linear": Source(("layers.*.self_attn.linear_attn",), "transposed"),
     "layers.*.mlp.linear": Source(("layers.*.mlp.linear_mlp",), "transposed"),
@@ -317,17 +322,9 @@ ERNIE4_5_MOE = {
 }
 
 GPT_NEOX = {
+    **_renamed(_renamed(BLOOM, "h.*.", "layers.*."), ".self_attention.", ".attention."),
     "wte": Source(("embed_in.weight",)),
-    "lm_head.weight": Source(("lm_head.weight",)),
     "final_layernorm": Source(("final_layer_norm",)),
-    "layers.*.input_layernorm": Source(("layers.*.input_layernorm",)),
-    "layers.*.attention.query_key_value": Source(
-        ("layers.*.attention.query_key_value",), "qkv_of_heads"
-    ),
-    "layers.*.attention.dense": Source(("layers.*.attention.dense",), "transposed"),
-    "layers.*.post_attention_layernorm": Source(("layers.*.post_attention_layernorm",)),
-    "layers.*.mlp.dense_h_to_4h": Source(("layers.*.mlp.dense_h_to_4h",), "transposed"),
-    "layers.*.mlp.dense_4h_to_h": Source(("layers.*.mlp.dense_4h_to_h",), "transposed"),
 }
 
 GPTJ = {
@@ -442,6 +439,7 @@ DIALECTS: dict[str, dict[str, Source]] = {
     "cohere2_moe": COHERE2_MOE,
     "flex_olmo": QWEN_MOE | BRANCH_NORMS,
     "llama4": LLAMA4,
+    "dbrx": DBRX,
     "mimo": MIMO,
     "nemotron_nas": NEMOTRON_NAS,
     "phimoe": MIXTRAL | {"lm_head.bias": Source(("lm_head.bias",))},

@@ -344,6 +344,10 @@ LLAMAS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "olmoe": ("Olmoe", {**NO_END, **UNTIED, "num_experts": 4, "num_experts_per_tok": 3}),
+    "olmoe_clipped": (
+        "Olmoe",
+        {**NO_END, **UNTIED, "num_experts": 4, "num_experts_per_tok": 2, "clip_qkv": 1.0},
+    ),
     "glm4_moe": (
         "Glm4Moe",
         {
@@ -795,6 +799,20 @@ LATER_DECODERS: dict[str, TinyModel] = {
         "MptForCausalLM",
         "MptConfig",
         {"vocab_size": 67, "d_model": 24, "n_layers": 2, "n_heads": 6, "max_seq_len": 96},
+    ),
+    "dbrx": TinyModel(
+        "DbrxForCausalLM",
+        "DbrxConfig",
+        {
+            "vocab_size": 67,
+            "d_model": 16,
+            "n_layers": 2,
+            "n_heads": 4,
+            "max_seq_len": 96,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+            "attn_config": {"clip_qkv": 1.5, "kv_n_heads": 2, "rope_theta": 500.0},
+            "ffn_config": {"ffn_hidden_size": 12, "moe_num_experts": 5, "moe_top_k": 3},
+        },
     ),
     "falcon_7b": TinyModel("FalconForCausalLM", "FalconConfig", FALCON),
     "falcon_40b": TinyModel(

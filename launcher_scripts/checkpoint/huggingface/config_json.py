@@ -469,7 +469,7 @@ _CLASS_STEMS = {
 _CLASS_ENDS = {"gpt": "ForCausalLM", "t5": "ForConditionalGeneration"}
 _CLASSES = {"gpt2": "GPT2LMHeadModel", "marian": "MarianMTModel"}
 # Models that transformers has no class of, or some of whose tensors have no way back yet.
-NOT_WRITTEN = (*("agm", "nemotron-nas", "switch_transformers", "kimi_linear"),)
+NOT_WRITTEN = (*("agm", "nemotron-nas", "switch_transformers", "kimi_linear", "dbrx"),)
 # Model types that only a config.json of their own describes.
 _NOT_PROPOSED = (
     *(*NOT_WRITTEN, "llama4_text", "mimo_v2_flash", "lfm2", "nemotron_h", "bamba"),

@@ -249,6 +249,7 @@ ARCHITECTURES = {
         experts.gpt_oss, "gpt_oss", may_be=lambda config: bool(config.attention_sinks)
     ),
     "minimax_m2": _llama(experts.minimax_m2, "minimax_m2", _in_memory),
+    "dbrx": _gpt(decoders.dbrx, "dbrx", "wte.weight", ties=False, may_be=lambda _: False),
     "nemotron_h": _hybrid(hybrids.nemotron_h, "nemotron_h", table="embeddings.weight"),
     "bamba": _hybrid(hybrids.bamba, "bamba"),
     "falcon_h1": _hybrid(hybrids.falcon_h1, "bamba"),

@@ -211,7 +211,6 @@ NOT_READ = {
     ),
     **dict.fromkeys(("jamba", "zamba"), "its layers have Mamba-1"),
     "zamba2": "its layers share attention that LoRA of each one changes",
-    "dbrx": "the matrices of all experts of its layers are not taken apart",
     "diffllama": "its attention is the difference of two",
     "doge": "its attention masks values by a dynamic mask",
     "laguna": "its attention is gated by a softplus",

@@ -263,6 +263,39 @@ def olmo(raw: RawConfig) -> GPTConfig:
     return decoder(raw, mlp_bias=False, **fields)
 
 
+def dbrx(raw: RawConfig) -> GPTConfig:
+    """DBRX, whose published files state the rotary base in attn_config alone, where transformers'
+    class does not look.
+    """
+    attention, mlp = raw.section("attn_config"), raw.section("ffn_config")
+    rotation = raw.section("rope_parameters", "rope_scaling")
+    base = attention.real("rope_theta", rotation.real("rope_theta", 10000.0))
+    if rotation.real("rope_theta", base) != base:
+        bases = [base, rotation.real("rope_theta", base)]
+        raw.problems.add("rope_theta of attn_config and of rope_parameters differ", got=bases)
+    heads = attention.size("kv_n_heads", default=1)
+    mlp.only(uniform_expert_assignment=False, moe_normalize_expert_weights=1.0)
+    mlp.only(hidden_size=raw.size("d_model"))
+    mlp.unused("moe_jitter_eps", "moe_loss_weight")  # of the training
+    raw.only(num_key_value_heads=heads)
+    raw.defaults(num_key_value_heads=heads, max_position_embeddings=raw.size("max_seq_len"))
+    raw.defaults(hidden_size=raw.size("d_model"), num_attention_heads=raw.size("n_heads"))
+    raw.defaults(num_hidden_layers=raw.layers("n_layers"), rope_theta=base)
+    return decoder(
+        raw,
+        normalization="layernorm",
+        norm_eps=1e-5,
+        activation=mlp.section("ffn_act_fn").activation("name", "silu"),
+        attention_bias=False,
+        attention_clip=attention.real("clip_qkv", 0.0) or None,
+        mlp_bias=False,
+        ffn_size=mlp.size("ffn_hidden_size", default=3584),
+        num_experts=mlp.size("moe_num_experts", default=4),
+        experts_per_token=mlp.size("moe_top_k", default=1),
+        normalized_experts=not mlp.null("moe_normalize_expert_weights"),
+    )
+
+
 def granite(raw: RawConfig, **fields: Any) -> GPTConfig:
     """Granite multiplies what its branches add by residual_multiplier.
 

@@ -146,10 +146,11 @@ def specified_experts(raw: RawConfig, *names: str) -> Fields:
 
 def olmoe(raw: RawConfig) -> GPTConfig:
     """OLMoE normalizes all heads' queries and keys together."""
-    raw.only(clip_qkv=None)
     raw.defaults(rms_norm_eps=1e-5, eos_token_id=50279, pad_token_id=1)
     experts = specified_experts(raw)
-    return decoder(raw, qk_norm=True, joint_qk_norm=True, mlp_bias=False, **experts)
+    clip = raw.real("clip_qkv", 0.0) or None
+    norms: Fields = {"qk_norm": True, "joint_qk_norm": True}
+    return decoder(raw, attention_clip=clip, mlp_bias=False, **norms, **experts)
 
 
 def glm4_moe(raw: RawConfig) -> GPTConfig:
@@ -442,8 +443,8 @@ def llama4(raw: RawConfig) -> GPTConfig:
 
 
 def mimo_v2_flash(raw: RawConfig) -> GPTConfig:
-    """MiMo-V2-Flash: layers with a window have sinks, and twice as many keys and values, which are
-    narrower than the queries.
+    """MiMo-V2-Flash: layers with a window have sinks, and as a rule twice as many keys and values,
+    which are narrower than the queries.
     """
     layers, groups = raw.layers("num_hidden_layers"), raw.size("num_key_value_heads", default=4)
     raw.defaults(rms_norm_eps=1e-5, head_dim=192, v_head_dim=128, rope_theta=5e6)
@@ -461,7 +462,7 @@ def mimo_v2_flash(raw: RawConfig) -> GPTConfig:
     size, narrow = head_size_of(raw), raw.size("v_head_dim")
     raw.only(swa_head_dim=size, swa_v_head_dim=narrow, add_swa_attention_sink_bias=True)
     raw.only(swa_num_attention_heads=raw.size("num_attention_heads"))
-    raw.only(swa_num_key_value_heads=groups * 2)
+    windowed_groups = raw.size("swa_num_key_value_heads", default=groups * 2)
     if narrow > size:
         raw.problems.add("v_head_dim must be at most head_dim", got=narrow)
     return decoder(
@@ -471,7 +472,7 @@ def mimo_v2_flash(raw: RawConfig) -> GPTConfig:
         attention_sinks=bool(windowed) or None,
         sink_layers=layer_list(windowed),
         layer_num_kv_heads=layer_list(
-            groups * 2 if layer in windowed else groups for layer in range(layers)
+            windowed_groups if layer in windowed else groups for layer in range(layers)
         ),
         mlp_bias=False,
         rotary_local_base=local_base if fields else None,

@@ -180,6 +180,7 @@ CLASS_DEFAULTS: dict[str, Mapping[str, Any]] = {
     "apertus": {"pad_token_id": 3},
     "cohere": {"rope_theta": 500000.0},
     "cwm": {"sliding_window": 8192},
+    "dbrx": {"bos_token_id": 100257, "eos_token_id": 100257},
     "ernie4_5": {"pad_token_id": 0},
     "gpt_oss": {"sliding_window": 128},
     "granite_swa": {"bos_token_id": 100257, "eos_token_id": 100257},

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -141,6 +141,8 @@ def separate_experts(
     Raises CheckpointError where an expert's tensor is there twice, alone and among all.
     """
     split = _SPLITS.get(model_type, _in_parts)
+    if model_type == "dbrx":
+        split = partial(_by_router, tensors)
     return renamed(
         (
             (name, expert_name, expert_tensor)
@@ -194,6 +196,26 @@ def _transposed(name: str, tensor: SourceTensor) -> Iterator[tuple[str, SourceTe
     for expert, weight in enumerate(tensor.read()):
         for part, values in zip(parts, np.array_split(weight.T, len(parts)), strict=True):
             yield f"{stem}.feed_forward.experts.{expert}.{part}.weight", SourceTensor.full(values)
+
+
+_OF_DBRX = re.compile(r"(blocks\.\d+\.ffn)\.experts\.mlp\.(w1|v1|w2)")
+_DBRX_PARTS = {"w1": "gate_proj", "v1": "up_proj", "w2": "down_proj"}
+
+
+def _by_router(
+    tensors: Mapping[str, SourceTensor], name: str, tensor: SourceTensor
+) -> Iterator[tuple[str, SourceTensor]]:
+    """Split DBRX's experts: rows [experts * width, hidden] for as many as the router chooses among;
+    those of w2 are its inputs.
+    """
+    match = _OF_DBRX.fullmatch(name)
+    router = tensors.get(f"{match[1]}.router.layer.weight") if match else None
+    if match is None or router is None or not router.shape or len(tensor.shape) != 2:
+        yield name, tensor
+        return
+    for expert, rows in enumerate(np.array_split(tensor.read(), router.shape[0])):
+        values = SourceTensor.full(rows.T if match[2] == "w2" else rows)
+        yield f"{match[1]}.experts.{expert}.{_DBRX_PARTS[match[2]]}.weight", values
 
 
 _SPLITS = {"gpt_oss": _in_turn, "llama4_text": _transposed}
