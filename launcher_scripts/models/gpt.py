@@ -57,7 +57,7 @@ class GPTConfig(StreamSizes, AdapterSizes, MixerSizes, DraftHeadSizes):
     qk_norm the heads' queries and keys are normalized before they turn, by a norm of the model's
     kind over head_size; with joint_qk_norm, over all heads of a token together; with
     qk_norm_after_rope, after they turn; with qk_norm_per_head by weights of each head. Layers that
-    qk_norm_layers does not name have none. attention_clip bounds queries, keys and values first.
+    qk_norm_layers does not name have none. attention_clip bounds queries, keys and values then.
     "xielu" has parameters of its own in every layer.
 
     norm_placement "sandwich" normalizes a branch's input and its output, "branch" its output alone.

@@ -60,7 +60,8 @@ MODELS = {
     **ENCODER_DECODERS,
     "t5gemma": T5GEMMA,
 }
-del MODELS["stablelm2_12b"]  # which is refused: a norm of each head is a tensor of its own
+# Which are refused: a norm of each head, or experts of all layers, are tensors of their own.
+del MODELS["stablelm2_12b"], MODELS["dbrx"]
 # Layouts of these have no inverse: their exports do not come back.
 ONE_WAY = ("mimo_v2_flash",)
 GEMMAS = ("gemma4_text", "gemma4_inputs", "gemma4_experts", "gemma3n_text")

@@ -148,7 +148,12 @@ LLAMAS: dict[str, tuple[str, dict[str, Any]]] = {
             **UNTIED,
             "max_position_embeddings": 16,
             "head_dim": 8,
-            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 2.0},
+            "rope_parameters": {
+                "rope_type": "dynamic",
+                "rope_theta": 100.0,
+                "factor": 2.0,
+                "original_max_position_embeddings": 8,
+            },
         },
     ),
     "llama_yarn": ("Llama", {**UNTIED, "head_dim": 16, "rope_parameters": YARN}),

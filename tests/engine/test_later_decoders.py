@@ -18,11 +18,14 @@ from transformers import (
     Gemma3nTextConfig,
     Gemma4ForCausalLM,
     Gemma4TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
 )
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
+from transformers.models.mimo_v2_flash.modeling_mimo_v2_flash import MiMoV2FlashAttention
 
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
 from launcher_scripts.common.errors import CheckpointError
@@ -31,8 +34,8 @@ from launcher_scripts.contract.requests import GenerateRequest, SamplingParamete
 from launcher_scripts.engine.engine import Engine, EngineSettings
 from launcher_scripts.engine.runner.loading import PREFILL_TOKENS
 from launcher_scripts.engine.runner.tracing import TracedModel
-from tests.checkpoint.exporting import export_folder
-from tests.checkpoint.tiny_models import LATER_DECODERS, LLAMA, LLAMA_31_ROPE, UNTIED
+from tests.checkpoint.exporting import change_json, export_folder
+from tests.checkpoint.tiny_models import GPT2, LATER_DECODERS, LLAMA, LLAMA_31_ROPE, UNTIED
 from tests.engine.test_beams_transformers import Pair
 
 SHORT = (5, 17, 2, 40, 66, 31, 8)
@@ -236,12 +239,35 @@ def saved(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     return model
 
 
+def save_gpt2_by_layer(folder: Path) -> PreTrainedModel:
+    """The scores of its layers are divided by their numbers."""
+    values = {**GPT2, "n_positions": 96, "n_layer": 3, "scale_attn_by_inverse_layer_idx": True}
+    return saved(GPT2LMHeadModel(GPT2Config(**values)), folder)
+
+
+def save_mimo_of_other_groups(folder: Path) -> PreTrainedModel:
+    """Layers with a window have half as many keys as the others, which transformers' class makes of
+    a quarter as many, and does not read from config.json."""
+    model = LATER_DECODERS["mimo_v2_flash"].make()
+    config = copy.deepcopy(model.config)
+    config.num_key_value_heads = 1
+    model.config.num_key_value_heads = 4
+    for index, kind in enumerate(config.layer_types):
+        settings = config if kind == "sliding_attention" else model.config
+        model.model.layers[index].self_attn = MiMoV2FlashAttention(settings, index)
+    saved(model, folder)
+    change_json(folder / "config.json", swa_num_key_value_heads=2)
+    return model
+
+
 MADE: dict[str, Callable[[Path], PreTrainedModel]] = {
     "nemotron-nas": save_nas,
     "gemma4_text": save_gemma4,
     "gemma4_inputs": save_gemma4_inputs,
     "gemma4_experts": save_gemma4_experts,
     "gemma3n_text": save_gemma3n,
+    "gpt2_by_layer": save_gpt2_by_layer,
+    "mimo_of_other_groups": save_mimo_of_other_groups,
 }
 
 

@@ -58,10 +58,12 @@ from launcher_scripts.checkpoint.sources.huggingface_raw import (
 )
 from launcher_scripts.checkpoint.sources.huggingface_raw import NOTE as IMAGES_NOTE
 from launcher_scripts.checkpoint.sources.huggingface_stacked_experts import (
+    BY_LAYER,
     GEMMAS_WITH_INPUTS,
     joined_head_norms,
     separate_experts,
     tensors_of_layers,
+    unscaled_by_layer,
 )
 from launcher_scripts.checkpoint.sources.locations import foreign_weights, listed_shards
 from launcher_scripts.checkpoint.tokenizers import tokenizer_files
@@ -280,6 +282,8 @@ class HuggingFaceCheckpoint(FullTensors):
         elif head == MTP:
             tensors, raw = prediction_layer(tensors, raw, str(archive.path))
         tensors = separate_experts(tensors, raw["model_type"], str(archive.path))
+        if raw["model_type"] == "gpt2" and raw.get(BY_LAYER) is True:
+            tensors, raw = unscaled_by_layer(tensors, raw)
         if raw["model_type"] == "stablelm":
             tensors = joined_head_norms(tensors)
         if raw["model_type"] in GEMMAS_WITH_INPUTS:

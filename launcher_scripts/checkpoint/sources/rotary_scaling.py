@@ -277,6 +277,7 @@ def _llama3(raw: RawConfig, section: RawConfig, _pairs: int, _base: float) -> Fi
 
 
 def _dynamic(raw: RawConfig, section: RawConfig, _pairs: int, _base: float) -> Fields:
+    section.unused("original_max_position_embeddings")  # transformers' class ignores it
     return {
         "rotary_scaling": "dynamic",
         "rotary_scaling_factor": section.real("factor", 1.0),

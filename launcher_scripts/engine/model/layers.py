@@ -314,14 +314,14 @@ class SelfAttention(Attention):
         kernels = self.kernels
         qkv = self.project(x, context.lora_adapters)  # [N, q + k + v]
         qkv = scaled(qkv, self.ia3, context.ia3_tasks)
-        qkv = qkv if self.clip is None else qkv.clamp(-self.clip, self.clip)
         heads, norms, rotary = self.heads, self.head_norms, context.rotary[self.table]
         if self.value_norm is not None:
             qkv = norm_values(qkv, heads, self.value_norm, kernels.norm)
         over_ranks = norms is not None and norms.joint and self.communicator.tp_size > 1
-        if norms is not None and (over_ranks or norms.scales is not None):
+        if norms is not None and (over_ranks or norms.scales is not None or self.clip):
             norm = self._norm_over_ranks if over_ranks else kernels.norm
             qkv, norms = norm_heads(qkv, heads, norms, norm), None
+        qkv = qkv if self.clip is None else qkv.clamp(-self.clip, self.clip)
         query = kernels.store_kv(qkv, heads, rotary, slots, self.cache, norms)
         return query if self.query_scale is None else (query * self.query_scale).to(query.dtype)
 

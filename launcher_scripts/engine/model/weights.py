@@ -112,7 +112,7 @@ class AttentionWeights(SublayerWeights):
     gate:       reads what in_proj does; its sigmoid multiplies what attention gives
     lora_gate:  what adapters add to it
     value_norm: of every head's values, where there is one
-    clip:       where queries, keys and values are cut off
+    clip:       where queries and keys, behind their norms, and values are cut off
     """
 
     head_norms: HeadNorms | None = None
