@@ -402,3 +402,32 @@ def test_windows_may_begin_with_the_first_layer() -> None:
     config = decoders.qwen3(values)
     assert (config.sliding_window, config.full_attention_layers) == (4, None)
     assert values.problems.messages == []
+
+
+def test_a_dbrx_turns_by_the_base_of_its_attention() -> None:
+    """As published; transformers' class takes 10,000 for it."""
+    attention = {"clip_qkv": 8, "kv_n_heads": 2, "model_type": "", "rope_theta": 500000}
+    mlp = {"ffn_hidden_size": 12, "model_type": "", "moe_num_experts": 4, "moe_top_k": 2}
+    said = {"model_type": "dbrx", "d_model": 16, "n_heads": 4, "n_layers": 2, "max_seq_len": 32}
+    said |= {"vocab_size": 67, "attn_config": attention, "ffn_config": mlp}
+    made = transformers.DbrxConfig(**copy.deepcopy(said))
+    assert made.rope_parameters["rope_theta"] == 10000
+    values = raw(said)
+    config = decoders.dbrx(values)
+    assert (values.check_keys(), values.problems.messages) == ((), [])
+    assert (config.rotary_base, config.attention_clip, config.num_kv_heads) == (500000, 8, 2)
+    assert (config.num_experts, config.normalized_experts) == (4, True)
+    values = raw(json.loads(made.to_json_string(use_diff=False)))
+    decoders.dbrx(values)
+    values.check_keys()
+    (message,) = values.problems.messages
+    assert (
+        "rope_theta of attn_config and of rope_parameters differ; got [500000.0, 10000" in message
+    )
+    changes = {"moe_normalize_expert_weights": 2.0, "uniform_expert_assignment": True}
+    values = raw({**said, "ffn_config": {**mlp, **changes}})
+    decoders.dbrx(values)
+    for key, message in zip(sorted(changes), sorted(values.problems.messages), strict=True):
+        assert f"{key} is not supported" in message
+    values = raw({**said, "ffn_config": {**mlp, "moe_normalize_expert_weights": None}})
+    assert decoders.dbrx(values).normalized_experts is False

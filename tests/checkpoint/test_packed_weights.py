@@ -104,6 +104,87 @@ def test_three_bits_lie_across_words() -> None:
     np.testing.assert_array_equal(sources["m.weight"].read(), ((numbers - zeros) * scales).T)
 
 
+def words_of(numbers: np.ndarray, bits: int) -> np.ndarray:
+    """int32 words along the first axis of a stream of bits, the lowest first."""
+    text = ["".join(f"{number:0{bits}b}"[::-1] for number in column) for column in numbers.T]
+    words = [[int(row[n : n + 32][::-1], 2) for n in range(0, len(row), 32)] for row in text]
+    return np.array(words, np.uint32).T.view(np.int32).copy()
+
+
+def less_one(words: np.ndarray, ones: list[int]) -> np.ndarray:
+    """Words less one in each of their numbers, as one subtraction of the word."""
+    cycle = [ones[column % len(ones)] for column in range(words.shape[1])]
+    values = (words.astype(np.int64) - cycle) % (1 << 32)
+    return values.astype(np.uint32).view(np.int32)
+
+
+ONES = {2: [0x55555555], 4: [0x11111111], 8: [0x01010101]}
+GPTQMODEL = {"meta": {"quantizer": ["gptqmodel:5.7.0"]}, "format": "gptq", "pack_impl": "cpu"}
+# bits, group_size, act-order, checkpoint_format, what else the settings say, what words are less by
+GPTQ = [
+    (2, 32, False, "gptq", {}, ONES[2]),
+    (3, 64, True, "gptq", GPTQMODEL, [0x24924924, 0x92492492, 0x49249249]),
+    (3, -1, False, "gptq_v2", {}, []),
+    (4, -1, False, "gptq", GPTQMODEL, ONES[4]),
+    (4, 32, True, "gptq", {}, ONES[4]),
+    (4, 64, False, "gptq_v2", {}, []),
+    (4, 128, True, "gptq_v2", {}, []),
+    (4, 128, False, "gptq", {"dynamic": {"-:.*lm_head.*": {}}}, ONES[4]),
+    (8, 128, False, "gptq", {}, ONES[8]),
+]
+
+
+@pytest.mark.parametrize(("bits", "size", "is_ordered", "name", "more", "ones"), GPTQ)
+def test_gptq_of_any_groups_and_zero_points(
+    bits: int, size: int, is_ordered: bool, name: str, more: dict[str, Any], ones: list[int]
+) -> None:
+    """Zero points of 0, of which 1 is borrowed from their neighbours, and of the most."""
+    draw, (inputs, outputs), top = np.random.default_rng(bits + size), (256, 96), 1 << bits
+    group = inputs if size == -1 else size
+    order = np.arange(inputs) // group
+    order = draw.permutation(order) if is_ordered else order
+    numbers = draw.integers(0, top, (inputs, outputs))
+    zeros = draw.choice([0, 1, top - 1, top // 2], (inputs // group, outputs))
+    scales = draw.uniform(0.1, 1, zeros.shape).astype(np.float16)
+    stored_zeros = np.ascontiguousarray(words_of(zeros.T, bits).T)
+    tensors = {
+        "m.qweight": words_of(numbers, bits),
+        "m.qzeros": less_one(stored_zeros, ones) if ones else stored_zeros,
+        "m.scales": scales,
+        "m.g_idx": order.astype(np.int32),
+    }
+    sources = {key: SourceTensor.full(value) for key, value in tensors.items()}
+    config = {"quant_method": "gptq", "bits": bits, "group_size": size, "sym": False}
+    config |= {"desc_act": is_ordered, "checkpoint_format": name, "lm_head": False, **more}
+    assert applied(sources, config) == []
+    expected = (numbers - zeros[order]).astype(np.float32) * scales[order].astype(np.float32)
+    np.testing.assert_array_equal(sources["m.weight"].read(), expected.T)
+
+
+@pytest.mark.parametrize("size", [-1, 32, 64, 128])
+def test_awq_of_any_groups(size: int) -> None:
+    """Eight neighbouring outputs share a word, in an order of their own; the settings are those
+    that GPTQModel writes."""
+    draw, (inputs, outputs) = np.random.default_rng(size + 1), (256, 40)
+    group = inputs if size == -1 else size
+    numbers = draw.integers(0, 16, (inputs, outputs))
+    zeros = draw.integers(0, 16, (inputs // group, outputs))
+    scales = draw.uniform(0.1, 1, zeros.shape).astype(np.float16)
+
+    def packed(values: np.ndarray) -> np.ndarray:
+        eights = values.reshape(len(values), -1, 8)[:, :, [0, 2, 4, 6, 1, 3, 5, 7]]
+        return np.ascontiguousarray(words_of(eights.reshape(len(values), -1).T, 4).T)
+
+    tensors = {"m.qweight": packed(numbers), "m.qzeros": packed(zeros), "m.scales": scales}
+    sources = {key: SourceTensor.full(value) for key, value in tensors.items()}
+    config = {"quant_method": "awq", "bits": 4, "group_size": size, "zero_point": True}
+    config |= {"version": "gemm", "format": "gemm", "checkpoint_format": "gemm", "lm_head": False}
+    config |= {"pack_dtype": "int32", "desc_act": False, "modules_to_not_convert": ["lm_head"]}
+    assert applied(sources, config) == []
+    expected = (numbers - zeros.repeat(group, 0)) * scales.repeat(group, 0).astype(np.float32)
+    np.testing.assert_array_equal(sources["m.weight"].read(), expected.astype(np.float32).T)
+
+
 def test_biases_of_zeros_that_gptq_adds_are_removed() -> None:
     tensors, _, config = stored("gptq_4")
     parts = {key.removeprefix("m."): tensor for key, tensor in tensors.items()}
@@ -195,6 +276,8 @@ UNSUPPORTED = [
     (settings("gptq_4", format="gptq_v2"), r"format is not supported; got \['gptq', 'gptq_v2'\]"),
     (settings("gptq_4", rotation="hadamard"), "rotation is not known"),
     (settings("gptq_4", dynamic={"+:.*up.*": {"bits": 8}}), "dynamic may leave modules out"),
+    (settings("awq", checkpoint_format="gemv_fast"), "checkpoint_format .*'gemv_fast'"),
+    (settings("awq", dynamic={"+:.*up.*": {"group_size": 64}}), "dynamic may leave modules out"),
     (settings("awq", version="gemv"), "version is not supported; got 'gemv'"),
     (settings("awq", zero_point=False), "zero_point is not supported; got False"),
     (settings("awq", bits=8), "bits is not supported; got 8"),

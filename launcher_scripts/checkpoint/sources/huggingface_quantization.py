@@ -363,13 +363,34 @@ def _gptq(config: _Quantization) -> tuple[Scheme, ...]:
     config.only("lm_head", False, True)
     config.only("method", "gptq")
     config.reject_other_keys(*_GPTQ_SETTINGS, *_CALIBRATION)
+    _reject_dynamic(config)
+    bits = config.size("bits")
+    less = (0, ()) if "gptq_v2" in formats else _less_one(bits, config.settings.get("meta"))
+    return gptq(bits, config.group_size("group_size"), *less), ZeroBiases()
+
+
+# GPTQModel takes these from words of three-bit zero points in turn, whose ones begin elsewhere.
+_GPTQMODEL_OF_3 = (0x24924924, 0x92492492, 0x49249249)
+
+
+def _less_one(bits: int, meta: Any) -> tuple[int, tuple[int, ...]]:
+    """Return what zero points of checkpoint_format gptq are stored less by: each, and words of them
+    in turn. In a word a number that was 0 borrows from the next one.
+
+    meta: of the settings, which names the tool
+    """
+    if bits != 3:
+        return 0, (sum(1 << shift for shift in range(0, 32, bits)),)
+    tools = str(meta.get("quantizer") if isinstance(meta, Mapping) else None)
+    return (0, _GPTQMODEL_OF_3) if "gptqmodel" in tools.lower() else (1, ())
+
+
+def _reject_dynamic(config: _Quantization) -> None:
+    """Refuse settings of single modules, but for those that leave modules out."""
     dynamic = config.settings.get("dynamic") or {}
     if not isinstance(dynamic, Mapping) or not all(str(key).startswith("-:") for key in dynamic):
         message = f"{KEY}.dynamic may leave modules out, and not change their settings"
         config.problems.add(message, got=dynamic, choices=["-:<pattern>"])
-    zero_offset = 0 if "gptq_v2" in formats else 1
-    weights = gptq(config.size("bits"), config.group_size("group_size"), zero_offset)
-    return weights, ZeroBiases()
 
 
 _GPTQ_SETTINGS = (
@@ -384,7 +405,7 @@ _CALIBRATION = (
     *("backend", "use_exllama", "disable_exllama", "exllama_config", "max_input_length"),
     *("use_cuda_fp16", "cache_block_outputs", "batch_size", "pad_token_id"),
     *("module_name_preceding_first_block", "modules_in_block_to_quantize"),
-    *("block_name_to_quantize", "offload_to_disk", "offload_to_disk_path"),
+    *("block_name_to_quantize", "offload_to_disk", "offload_to_disk_path", "pack_impl"),
 )
 
 
@@ -393,7 +414,9 @@ def _awq(config: _Quantization) -> tuple[Scheme, ...]:
     if version != "gemm":
         config.problems.add(f"{KEY}.version is not supported", got=version, choices=["gemm"])
     config.only("format", "gemm")
+    config.only("checkpoint_format", "gemm")
     config.only("method", "awq")
+    _reject_dynamic(config)
     config.only("pack_dtype", "int32")
     config.only("zero_point", True)
     config.only("bits", 4)
@@ -406,7 +429,7 @@ def _awq(config: _Quantization) -> tuple[Scheme, ...]:
 _AWQ_SETTINGS = (
     *("quant_method", "version", "zero_point", "bits", "w_bit", "group_size", "q_group_size"),
     *("modules_to_not_convert", "do_fuse", "modules_to_fuse", "fuse_max_seq_len"),
-    *("format", "method", "pack_dtype", "lm_head"),
+    *("format", "checkpoint_format", "method", "pack_dtype", "lm_head", "dynamic"),
 )
 
 

@@ -157,11 +157,12 @@ def _num_words(count: int, bits: int) -> int:
     return -(-count * bits // _WORD)
 
 
-def gptq(bits: int, group_size: int, zero_offset: int) -> WeightFormat:
+def gptq(bits: int, group_size: int, zero_offset: int, ones: tuple[int, ...]) -> WeightFormat:
     """GPTQ, also with act-order (g_idx).
 
     group_size:  inputs that share a scale, unless g_idx lists the group of each; -1: all
-    zero_offset: what zero points are stored less by: 1, or 0 in checkpoint_format gptq_v2
+    zero_offset: what each zero point is stored less by
+    ones:        what the words of zero points are stored less by, in turn
     """
 
     def build(parts: Parts) -> PackedTensor:
@@ -182,7 +183,8 @@ def gptq(bits: int, group_size: int, zero_offset: int) -> WeightFormat:
             indices = order.read()
             in_range = bool(((indices >= 0) & (indices < groups)).all())
             _check(in_range, f"g_idx names groups beyond {groups}")
-        rows = partial(_gptq_rows, bits=bits, group_size=size, zero_offset=zero_offset)
+        more = {"zero_offset": zero_offset, "ones": ones}
+        rows = partial(_gptq_rows, bits=bits, group_size=size, **more)
         return PackedTensor.of((outputs, inputs), parts, rows, transposed=True)
 
     required = ("qzeros", "scales")
@@ -209,13 +211,22 @@ class ZeroBiases:
 
 
 def _gptq_rows(
-    arrays: Arrays, first: int, last: int, *, bits: int, group_size: int, zero_offset: int
+    arrays: Arrays,
+    first: int,
+    last: int,
+    *,
+    bits: int,
+    group_size: int,
+    zero_offset: int,
+    ones: tuple[int, ...],
 ) -> NDArray[Any]:
-    scales = arrays["scales"]
+    scales, words = arrays["scales"], arrays["qzeros"]
     order = arrays.get("g_idx")
     group = np.arange(first, last) // group_size if order is None else order[first:last]
     numbers = _unpacked(arrays["qweight"], bits, first, last, 0)
-    zeros = _unpacked(arrays["qzeros"][group], bits, 0, scales.shape[1], 1)
+    if ones:
+        words = (words.view("<u4") + np.resize(np.array(ones, "<u4"), words.shape[1])).view(_I4)
+    zeros = _unpacked(words[group], bits, 0, scales.shape[1], 1)
     zeros = (zeros + zero_offset) & ((1 << bits) - 1)
     result: NDArray[Any] = (numbers - zeros).astype(np.float32) * float32(scales[group])
     return result
