@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,15 @@ def test_as_sentencepiece_does(corpus: list[str], prefixed: bool, spaces: str) -
         assert ids(tokenizer, text) == theirs.encode(text), text
         assert tokenizer.decode(theirs.encode(text)) == theirs.decode(theirs.encode(text))
     assert ids(tokenizer, "a<tool>").count(theirs.piece_to_id("<tool>")) == 1
+    if prefixed:
+        return
+    # Gemma 4 has merges instead of scores, and cuts at new lines first.
+    merges = [" ".join(pair) for pair in json.loads(tokenizer.to_str())["model"]["merges"]]
+    merged = build_tokenizer({**metadata, "model": "gemma4", "merges": merges, "scores": None})
+    for text in [*TEXTS, *corpus[:40]]:
+        parts = re.findall(r"[^\n]+|\n+", text)
+        assert ids(merged, text) == [each for part in parts for each in theirs.encode(part)], text
+        assert merged.decode(theirs.encode(text)) == theirs.decode(theirs.encode(text))
 
 
 @pytest.mark.parametrize("bytewise", [True, False])

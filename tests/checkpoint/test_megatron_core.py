@@ -78,6 +78,12 @@ def test_the_epsilon_has_two_names() -> None:
     assert read_core_gpt(of_arguments(newer, "")).fields["norm_eps"] == 1e-7
 
 
+@pytest.mark.parametrize("name", ["apply_layernorm_1p", "layernorm_zero_centered_gamma"])
+def test_norms_centred_at_zero_have_two_names(name: str) -> None:
+    assert read_core_gpt(of_arguments({**ARGUMENTS, name: True}, "")).plus_one
+    assert not read_core_gpt(of_arguments({**ARGUMENTS, name: False}, "")).plus_one
+
+
 def test_megatrons_models_ignore_the_factor_of_their_arguments() -> None:
     args = {**ARGUMENTS, "use_rope_scaling": True, "position_embedding_type": "rope"}
     asked = of_arguments({**args, "rope_scaling_factor": 32.0}, "")

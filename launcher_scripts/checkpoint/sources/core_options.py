@@ -428,7 +428,8 @@ def of_arguments(args: Mapping[str, Any], origin: str) -> CoreOptions:
         option("num_query_groups") if option("group_query_attention") else None
     )
     raw["layernorm_epsilon"] = option("norm_epsilon") or option("layernorm_epsilon")
-    raw["layernorm_zero_centered_gamma"] = option("apply_layernorm_1p")
+    centered = option("layernorm_zero_centered_gamma") or option("apply_layernorm_1p")
+    raw["layernorm_zero_centered_gamma"] = centered
     raw["share_embeddings_and_output_weights"] = not option("untie_embeddings_and_output_weights")
     raw["seq_len_interpolation_factor"] = option("rotary_seq_len_interpolation_factor")
     if option("use_rotary_position_embeddings"):

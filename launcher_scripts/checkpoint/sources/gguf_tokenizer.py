@@ -19,6 +19,7 @@ from launcher_scripts.checkpoint.tokenizers.vocabularies import (
     UNKNOWN,
     USER_DEFINED,
     byte_pairs,
+    merged_pieces,
     pieces,
     unigram,
 )
@@ -47,10 +48,11 @@ _ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 # tokenizer.ggml.model -> what makes the tokenizer, and the lists that it needs besides.
 MODELS: dict[str, tuple[Callable[[Mapping[str, Any]], Tokenizer], dict[str, type]]] = {
     "gpt2": (byte_pairs, {"merges": str}),
+    "gemma4": (merged_pieces, {"merges": str}),
     "llama": (pieces, {"scores": float}),
     "t5": (unigram, {"scores": float}),
 }
-_SENTENCEPIECE = ("llama", "t5")
+_SENTENCEPIECE = ("gemma4", "llama", "t5")
 _ROLES = {
     "bos_token": "bos_token_id",
     "eos_token": "eos_token_id",
@@ -150,6 +152,7 @@ def _adds(metadata: Mapping[str, Any], end: str) -> bool:
     defaults."""
     defaults = {
         "gpt2": lambda: end == "bos" and PRE_TOKENIZERS[metadata["pre"]].starts,
+        "gemma4": lambda: end == "bos",
         "llama": lambda: end == "bos",
         "t5": lambda: end == "eos",
     }[metadata["model"]]()

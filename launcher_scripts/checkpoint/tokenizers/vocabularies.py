@@ -275,6 +275,24 @@ def byte_pairs(metadata: Mapping[str, Any]) -> Tokenizer:
 
 def pieces(metadata: Mapping[str, Any]) -> Tokenizer:
     """The tokenizer by the file's pieces and scores; no token is special yet."""
+    tokens, kinds = metadata["tokens"], metadata["token_type"]
+    vocab = {token: index for index, token in enumerate(tokens)}
+    return _of_pieces(metadata, _merges(vocab, metadata["scores"], kinds))
+
+
+def merged_pieces(metadata: Mapping[str, Any]) -> Tokenizer:
+    """The tokenizer by the file's pieces and merges, which end at new lines: that of Gemma 4. No
+    token is special yet."""
+    from tokenizers import Regex, pre_tokenizers
+
+    cuts = [(merge, merge.find(" ", 1)) for merge in metadata["merges"]]
+    merges = [(merge[:cut], merge[cut + 1 :]) for merge, cut in cuts]
+    tokenizer = _of_pieces({**metadata, "add_space_prefix": False}, merges)
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\n+"), "isolated")
+    return tokenizer
+
+
+def _of_pieces(metadata: Mapping[str, Any], merges: Sequence[tuple[str, str]]) -> Tokenizer:
     from tokenizers import Tokenizer
     from tokenizers.models import BPE
 
@@ -283,13 +301,7 @@ def pieces(metadata: Mapping[str, Any]) -> Tokenizer:
     unknown = next(
         (token for token, kind in zip(tokens, kinds, strict=True) if kind == UNKNOWN), None
     )
-    model = BPE(
-        vocab,
-        _merges(vocab, metadata["scores"], kinds),
-        unk_token=unknown,
-        fuse_unk=True,
-        byte_fallback=True,
-    )
+    model = BPE(vocab, list(merges), unk_token=unknown, fuse_unk=True, byte_fallback=True)
     return _with_visible_spaces(Tokenizer(model), metadata)
 
 
