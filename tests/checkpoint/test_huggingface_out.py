@@ -139,6 +139,19 @@ def json_of(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text())
 
 
+def test_scores_by_layer_are_in_the_weights(tmp_path: Path) -> None:
+    """A GPT-2 with such scores is written as one without; LoRA of it would not fit."""
+    model = MADE["gpt2_by_layer"](tmp_path / "hf")
+    out = convert(tmp_path / "hf", tmp_path / "direct")
+    assert not json_of(out / "config.json").get("scale_attn_by_inverse_layer_idx")
+    torch.testing.assert_close(logits(out), logits(tmp_path / "hf"), rtol=1e-5, atol=1e-5)
+    maker = PeftMaker(model)
+    maker.lora("transformer.h.1.attn.c_attn", 2.0, conv=True)
+    adapter = maker.write(tmp_path / "adapter", target_modules=["c_attn"], fan_in_fan_out=True)
+    with pytest.raises(CheckpointError, match="LoRA of a GPT-2 with scale_attn_by_inverse_layer"):
+        export_folder(tmp_path / "hf", tmp_path / "a", adapter_checkpoints=(adapter,))
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_every_family_comes_back(name: str, tmp_path: Path) -> None:
     """As save_pretrained has written it: names, bytes, types and config.json."""

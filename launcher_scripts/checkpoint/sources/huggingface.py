@@ -282,8 +282,9 @@ class HuggingFaceCheckpoint(FullTensors):
         elif head == MTP:
             tensors, raw = prediction_layer(tensors, raw, str(archive.path))
         tensors = separate_experts(tensors, raw["model_type"], str(archive.path))
+        unscaled: dict[str, Any] = {}
         if raw["model_type"] == "gpt2" and raw.get(BY_LAYER) is True:
-            tensors, raw = unscaled_by_layer(tensors, raw)
+            tensors, unscaled = unscaled_by_layer(tensors), {BY_LAYER: False}
         if raw["model_type"] == "stablelm":
             tensors = joined_head_norms(tensors)
         if raw["model_type"] in GEMMAS_WITH_INPUTS:
@@ -298,7 +299,7 @@ class HuggingFaceCheckpoint(FullTensors):
         has_head = has_separate_head(RawConfig(raw, tensors.keys(), Problems("")), row.ties)
         if head is None:
             _untied(tensors, row.tied, has_head)
-        raw_values = raw | _generation(archive)
+        raw_values = raw | _generation(archive) | unscaled
         problems = Problems(str(archive.path / CONFIG_NAME))
         values = RawConfig(raw_values, tensors.keys(), problems)
         values.unused(KEY)

@@ -29,6 +29,7 @@ from launcher_scripts.checkpoint.sources.huggingface import read_mapping, withou
 from launcher_scripts.checkpoint.sources.huggingface_architectures import ARCHITECTURES
 from launcher_scripts.checkpoint.sources.huggingface_raw import unknown_keys
 from launcher_scripts.checkpoint.sources.huggingface_stacked_experts import (
+    BY_LAYER,
     expert_pairs,
     is_stacked,
     stacked_name,
@@ -287,6 +288,8 @@ def read_peft(path: Path, base: SourceCheckpoint) -> LearnedAdapter:
     settings = _Settings(read_mapping(archive, CONFIG_NAME), problems)
     settings.reject_unknown()
     settings.check_types()
+    if (base.config_json() or {}).get(BY_LAYER) is True:
+        problems.add(f"LoRA of a GPT-2 with {BY_LAYER} is not supported")
     problems.raise_if_any(CheckpointError)
     parts = _sorted(_read_tensors(archive), problems)
     updates: dict[str, tuple[Update, ...]] = {}

@@ -378,19 +378,15 @@ BY_LAYER = "scale_attn_by_inverse_layer_idx"
 _GPT2_QUERIES = re.compile(r"h\.(\d{1,6})\.attn\.c_attn\.(?:weight|bias)")
 
 
-def unscaled_by_layer(
-    tensors: Mapping[str, SourceTensor], raw: Mapping[str, Any]
-) -> tuple[dict[str, SourceTensor], dict[str, Any]]:
-    """The tensors, queries of a GPT-2 divided by the layer's number from 1 on, as its scores are;
-    and config.json of such a model.
-    """
+def unscaled_by_layer(tensors: Mapping[str, SourceTensor]) -> dict[str, SourceTensor]:
+    """The tensors, queries of a GPT-2 divided by the layer's number (from 1), as its scores are."""
     result = dict(tensors)
     for name, tensor in tensors.items():
         if tensor.shape and (match := _GPT2_QUERIES.fullmatch(name)):
             values = float32(tensor.read()).copy()
             values[..., : values.shape[-1] // 3] /= int(match[1]) + 1
             result[name] = SourceTensor.full(values)
-    return result, {**raw, BY_LAYER: False}
+    return result
 
 
 def tensors_of_layers(
