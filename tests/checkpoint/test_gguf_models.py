@@ -40,7 +40,7 @@ def _llama(**changes: Any) -> Any:
 PLAIN: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "olmo2": ("olmo2", _llama(num_key_value_heads=2), {}),
     "smollm3": ("smollm3", _llama(no_rope_layer_interval=4, use_sliding_window=False), {}),
-    "stablelm": ("stablelm", _llama(), {"use_parallel_residual": False}),
+    "stablelm": ("stablelm", _llama(), {"use_parallel_residual": True}),  # if it is not said
     "glm4": ("glm4", _llama(attention_bias=True), {}),
     "ernie4_5": ("ernie4_5", _llama(), {}),
     "cohere2": ("cohere2", _llama(), {"logit_scale": 0.5, "attention.sliding_window": 5}),

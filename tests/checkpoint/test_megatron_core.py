@@ -284,6 +284,7 @@ def test_classes_and_specs_that_build_a_plain_network(said: dict[str, Any]) -> N
         {"transformer_layer_spec": {"module": {"_target_": "my_models.Layer"}}},
         {"transformer_layer_spec": "my_spec"},
         {"spec": ["my_models", "layer_spec"]},
+        {"spec": 1},
     ],
 )
 def test_classes_and_specs_that_may_change_the_network(said: dict[str, Any]) -> None:

@@ -195,6 +195,7 @@ class CoreOptions(TrainingOptions):
                 message = f"{option} is not supported, which may change the network"
                 self.problems.add(message, got=spec, choices=_SPECS)
         pair = self.get("spec") or []  # of Megatron-LM: a module and its function
+        pair = pair if isinstance(pair, (list, tuple)) else [pair]
         if pair not in ([], ["local"]) and not _is_plain_spec(".".join(map(str, pair))):
             self.problems.add("spec is not supported", got=pair, choices=(["local"], *_SPECS))
 

@@ -111,12 +111,14 @@ def _nemotron(model: Model) -> dict[str, Any]:
 
 
 def _stablelm(model: Model) -> dict[str, Any]:
+    """Layers with a norm of the MLP are in turn, whatever the field says, as llama.cpp has it."""
     fields = model.fields
+    fields.get("use_parallel_residual", None)
     return {
         **rotary(model),
         "hidden_act": "silu",
         "layer_norm_eps": fields.real("attention.layer_norm_epsilon"),
-        "use_parallel_residual": fields.get("use_parallel_residual", False),
+        "use_parallel_residual": "blk.0.ffn_norm.weight" not in model.shapes,
         "use_qkv_bias": "blk.0.attn_q.bias" in model.shapes,
     }
 
