@@ -183,7 +183,7 @@ def gptq(bits: int, group_size: int, zero_offset: int, ones: tuple[int, ...]) ->
             indices = order.read()
             in_range = bool(((indices >= 0) & (indices < groups)).all())
             _check(in_range, f"g_idx names groups beyond {groups}")
-        more = {"zero_offset": zero_offset, "ones": ones}
+        more: dict[str, Any] = {"zero_offset": zero_offset, "ones": ones}
         rows = partial(_gptq_rows, bits=bits, group_size=size, **more)
         return PackedTensor.of((outputs, inputs), parts, rows, transposed=True)
 
