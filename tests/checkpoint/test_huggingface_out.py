@@ -270,7 +270,7 @@ def test_padding_of_the_vocabulary_is_left_out(base: Path, tmp_path: Path) -> No
 
 
 def test_a_model_without_a_class_is_refused_by_name(tmp_path: Path) -> None:
-    config = small_config(norm_placement="post", final_norm=False)
+    config = small_config(norm_placement="post", final_norm=False, position_embedding="rope")
     make_nemo(tmp_path / "a.nemo", config, Variant(raw={"transformer_block_type": "post_ln"}))
     with pytest.raises(CheckpointError, match=r"no class .* nearest are .* instead of "):
         convert(tmp_path / "a.nemo", tmp_path / "out")
@@ -279,7 +279,7 @@ def test_a_model_without_a_class_is_refused_by_name(tmp_path: Path) -> None:
 
 def test_a_model_without_a_class_is_refused_by_the_command(tmp_path: Path) -> None:
     """In one line, before anything is written."""
-    config = small_config(norm_placement="post", final_norm=False)
+    config = small_config(norm_placement="post", final_norm=False, position_embedding="rope")
     make_nemo(tmp_path / "hf", config, Variant(raw={"transformer_block_type": "post_ln"}))
     words = ["launcher_scripts.launcher", "convert", "hf", "out", "export.model.tokenizer=none"]
     done = subprocess.run(
