@@ -198,7 +198,7 @@ RESULT = {"type": "tool_result", "tool_use_id": "abcdefghi"}
                 {"role": "user"},
                 {"type": "reasoning", "content": None},
             ],
-            "<assistant>[1{}]<tool><tool><assistant><user><user><assistant>()",
+            "<assistant>[1{}]<tool><tool><assistant><user><user>",
         ),
         (
             "/v1/messages",
