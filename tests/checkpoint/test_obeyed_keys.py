@@ -35,10 +35,11 @@ OTHER = {
 }
 # Keys whose effect logits of one text do not show: lengths, and the first token of an answer.
 UNSEEN = ("n_positions", "seq_length", "force_bos_token_to_be_generated")
-# transformers 5 computes these from other keys of the same file, or for every model alike.
+# transformers 5 computes these from other keys of the same file, or for every model alike. MiMo's
+# tensors have other shapes where its key differs.
 DERIVED = (
     *(("t5", "feed_forward_proj"), ("mt5", "feed_forward_proj"), ("umt5", "feed_forward_proj")),
-    ("umt5", "scale_decoder_outputs"),
+    *(("umt5", "scale_decoder_outputs"), ("mimo_v2_flash", "swa_num_key_value_heads")),
 )
 # transformers broadcasts the fewer cosines of these tiny models; readers refuse the key.
 REFUSED = [(name, "partial_rotary_factor") for name in (*LATENT_TYPES, "minicpm3", "youtu")]

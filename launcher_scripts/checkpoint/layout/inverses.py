@@ -78,19 +78,24 @@ def _neighbours(head: NDArray[Any], turns: int) -> NDArray[Any]:
     return result
 
 
-def heads_in_a_row(tensors: Sequence[NDArray[Any]], _config: Any) -> NDArray[Any]:
+def heads_in_a_row(tensors: Sequence[NDArray[Any]], config: Any) -> NDArray[Any]:
     """Weights [heads, dimension] of the norms of heads, one after the other."""
-    (tensor,) = tensors
-    return tensor.reshape(-1)
+    return _norms_of_heads(tensors, config).reshape(-1)
 
 
 def interleaved_heads_in_a_row(tensors: Sequence[NDArray[Any]], config: Any) -> NDArray[Any]:
     """The same of heads whose neighbours turn together, as the halves of what turns."""
-    (tensor,) = tensors
-    heads, turns = tensor.reshape(-1, config.head_size), config.rotary_size
+    heads, turns = _norms_of_heads(tensors, config), config.rotary_size
     parts = heads[:, 0:turns:2], heads[:, 1:turns:2], heads[:, turns:]
     row: NDArray[Any] = np.concatenate(parts, axis=1).reshape(-1)
     return row
+
+
+def _norms_of_heads(tensors: Sequence[NDArray[Any]], config: Any) -> NDArray[Any]:
+    (tensor,) = tensors
+    if tensor.ndim != 2 or tensor.shape[1] != config.head_size:
+        raise ValueError(f"no rows of {config.head_size}")
+    return tensor
 
 
 def neighbouring_heads_in_rows(blocks: Blocks, config: Any) -> list[RowGroups]:
