@@ -106,7 +106,7 @@ class DecodeStep:
         x = self._entered(x)
         rows = replace(rows, in_sequence=self.in_sequence)
         context = self._context(rows, bounds, slots, lora_adapters)
-        return self._through(x, context, rows.starts + rows.positions)
+        return self._through(x, context)
 
     def _entered(self, x: Hidden) -> Hidden:
         """Return the input of the first layer from the output of begin_step."""
@@ -128,12 +128,12 @@ class DecodeStep:
         embedding = self.embedding
         return embedding is not None and embedding.norm is None and embedding.scale is None
 
-    def _through(self, x: Hidden, context: ForwardContext[Hidden], slots: Tensor) -> Hidden:
-        """Hidden states after the stage's last layer, also sent on.  slots: [N], cache tokens"""
+    def _through(self, x: Hidden, context: StepContext | CacheContext) -> Hidden:
+        """Hidden states after the stage's last layer, also sent on."""
         features = self.stack.features
         x = through(self.sublayers, x, context, self._norms, features)
         if features is not None:
-            features.store(slots, x.exact)
+            features.store(context.cache_tokens, x.exact)
         if not self.communicator.is_last_stage:
             self.communicator.to_next_stage(x.exact)
         return x
@@ -155,12 +155,11 @@ class DecodeStep:
         the new tokens.
         """
         x = self.kernels.hidden(embedded, self._norms[0], self._tables.tokens.dtype)
-        return self._through(x, context, context.slots).exact
+        return self._through(x, context).exact
 
     def logits(self, x: Hidden) -> Tensor:
         """Float32 [B, vocab] on every rank of the last stage."""
-        shards = [self.kernels.logits(x.exact, head) for head in self.heads]
-        local = shards[0] if len(shards) == 1 else torch.cat(shards, 1)
+        local = local_logits(x.exact, self.heads, self.kernels)
         logits = self.communicator.tp_concat(local)[:, : self.vocab_size]
         return capped(logits, self.logits_softcap)
 
@@ -222,6 +221,12 @@ def through(
             features.collect(index, x.exact)
         x = sublayer.step(x, context, norm_of_next)
     return x
+
+
+def local_logits(x: Tensor, heads: Sequence[Linear], kernels: Ops) -> Tensor:
+    """Return a rank's logits [N, rows] float32.  heads: see Network.head_shards"""
+    shards = [kernels.logits(x, head) for head in heads]
+    return shards[0] if len(shards) == 1 else torch.cat(shards, 1)
 
 
 def capped(logits: Tensor, softcap: float | None) -> Tensor:

@@ -57,12 +57,10 @@ class Features:
         if model_head is None:
             raise ValueError("a draft head reads the hidden states after the last layer")
         self._weights, self._norm, self._kernels = weights, model_head.norm, network.kernels
-        self._inputs: frozenset[int] = frozenset()
+        self._inputs: list[int] = []  # may repeat one
         if weights.ids is not None:
             sizes = [len(layer.sublayers) for layer in decoder.layers]
-            layers = hidden_state_layers(len(sizes))
-            self._inputs = frozenset(sum(sizes[:layer]) for layer in layers)
-            self._repeated = [sum(sizes[:layer]) for layer in layers]
+            self._inputs = [sum(sizes[:layer]) for layer in hidden_state_layers(len(sizes))]
         self._collected: dict[int, Tensor] = {}
         self._dtype = weights.input.weight.dtype
         width = weights.input.weight.shape[0]
@@ -79,7 +77,7 @@ class Features:
     def store(self, slots: Tensor, x: Tensor) -> None:
         """See HiddenStates."""
         if self._collected:
-            joined = torch.cat([self._collected[index] for index in self._repeated], 1)
+            joined = torch.cat([self._collected[index] for index in self._inputs], 1)
             values = self._kernels.project(joined, self._weights.input)
             self._collected.clear()
         elif self._norm is None:

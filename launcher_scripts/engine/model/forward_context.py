@@ -209,7 +209,7 @@ class StepContext(ForwardContext[Hidden]):
         )
 
     @cached_property
-    def _new_slots(self) -> Tensor:
+    def cache_tokens(self) -> Tensor:
         """Cache tokens [B] of the new tokens, the same in all layers."""
         rows = self.rows[0]
         return rows.starts + rows.positions
@@ -221,7 +221,7 @@ class StepContext(ForwardContext[Hidden]):
 
     def _attend_latent(self, x: Hidden, layer: LatentAttention) -> Tensor:
         rows = self.rows[layer.window]
-        query = layer.store(x, self._new_slots, self._with_rotary_rows)
+        query = layer.store(x, self.cache_tokens, self._with_rotary_rows)
         of_rows = (*rows.attended, self._longest(layer))
         return layer.attend_rows(query, of_rows, rows.positions, self.lora_adapters)
 
@@ -229,7 +229,7 @@ class StepContext(ForwardContext[Hidden]):
         """The same where queries change between their projection and the attention."""
         rows = self.rows[layer.window]
         return layer.kernels.decode_attention(
-            layer.store(x, self._new_slots, self._with_rotary_rows),
+            layer.store(x, self.cache_tokens, self._with_rotary_rows),
             layer.cache,
             *rows.attended,
             self._longest(layer),
@@ -260,6 +260,11 @@ class CacheContext(ForwardContext[Tensor | Hidden]):
     """
 
     slots: Tensor
+
+    @property
+    def cache_tokens(self) -> Tensor:
+        """As a StepContext's."""
+        return self.slots
 
     def attend(self, x: Tensor | Hidden, layer: SelfAttention) -> Tensor:
         return self.attend_stored(layer.store(x, self.slots, self), layer)

@@ -14,7 +14,12 @@ from torch import Tensor
 
 from launcher_scripts.engine.distributed.communicator import Communicator
 from launcher_scripts.engine.messages.plan import Prompt
-from launcher_scripts.engine.model.decode_step import DecodeStep, capped, unsupported_reasons
+from launcher_scripts.engine.model.decode_step import (
+    DecodeStep,
+    capped,
+    local_logits,
+    unsupported_reasons,
+)
 from launcher_scripts.engine.model.encoder import Encoder, EncodeStep, encode_unsupported_reasons
 from launcher_scripts.engine.model.families import engine_family
 from launcher_scripts.engine.model.forward_context import (
@@ -297,10 +302,9 @@ class Network:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Float32 [N, vocab] on every rank of the last stage."""
-        shards = [self.kernels.logits(hidden, head) for head in self._heads]
-        if not shards:
+        if not self._heads:
             raise RuntimeError("only the last pipeline stage has an output projection")
-        local = shards[0] if len(shards) == 1 else torch.cat(shards, 1)
+        local = local_logits(hidden, self._heads, self.kernels)
         logits = self.communicator.tp_concat(local)[:, : self.config.vocab_size]
         return capped(logits, self.weights.config.logits_softcap)
 
