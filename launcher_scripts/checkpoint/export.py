@@ -27,6 +27,7 @@ from launcher_scripts.checkpoint.fastertransformer.manifest import (
     source_digest,
 )
 from launcher_scripts.checkpoint.formats.archive import Archive
+from launcher_scripts.checkpoint.formats.gguf_file import split_files
 from launcher_scripts.checkpoint.layout.source_checkpoint import (
     Hints,
     SourceCheckpoint,
@@ -298,7 +299,7 @@ def _sources(settings: ExportSettings, path: Path) -> list[Path]:
         *settings.adapter_checkpoints,
         *settings.lora_checkpoints,
     )
-    return [path, *map(Path, parts)]
+    return [*split_files(path), *map(Path, parts)]
 
 
 @contextmanager

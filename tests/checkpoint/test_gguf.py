@@ -1,6 +1,7 @@
 """GGUF files: what llama.cpp's converter makes of a Llama gives the logits of transformers."""
 
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -13,7 +14,12 @@ from launcher_scripts.common.tokenizer import load_tokenizer
 from launcher_scripts.config.export import TokenizerSettings
 from launcher_scripts.steps.quickstart import gguf_file
 from tests.checkpoint import reference_forward_gpt
-from tests.checkpoint.exporting import export_folder, open_weights, refused_export
+from tests.checkpoint.exporting import (
+    export_folder,
+    open_weights,
+    refused_export,
+    weight_bytes,
+)
 from tests.checkpoint.gguf_maker import finish
 from tests.checkpoint.tiny_models import LLAMA, TinyModel
 
@@ -38,10 +44,12 @@ PARTS = {
 }
 
 
-def write(model: PreTrainedModel, path: Path, kind: gguf.GGMLQuantizationType) -> None:
+def write(
+    model: PreTrainedModel, path: Path, kind: gguf.GGMLQuantizationType, **split: Any
+) -> None:
     """The model as llama.cpp's converter writes it: pairs that rotate together are neighbours."""
     config = model.config
-    writer = gguf.GGUFWriter(path, "llama")
+    writer = gguf.GGUFWriter(path, "llama", **split)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
@@ -96,6 +104,31 @@ def test_quantised_tensors_are_dequantised(model: PreTrainedModel, tmp_path: Pat
         expected = gguf.dequantize(gguf.quantize(exact, kind), kind)
         found = weights[f"layers.{layer}.mlp.dense_4h_to_h.weight"]
         assert np.array_equal(found, expected.T)
+
+
+@pytest.mark.parametrize("small_first", [False, True])
+def test_a_split_file_is_the_whole_one(
+    model: PreTrainedModel, tmp_path: Path, small_first: bool
+) -> None:
+    kind = gguf.GGMLQuantizationType.F32
+    write(model, tmp_path / "m.gguf", kind)
+    split = {"split_max_tensors": 9, "small_first_shard": small_first}
+    write(model, tmp_path / "s.gguf", kind, **split)
+    parts = sorted(tmp_path.glob("s-*.gguf"))
+    whole = weight_bytes(export_folder(tmp_path / "m.gguf", tmp_path / "whole"))
+    for number, part in enumerate((parts[0], parts[-1])):
+        assert weight_bytes(export_folder(part, tmp_path / f"part{number}")) == whole
+
+
+def test_parts_of_several_files_are_refused(model: PreTrainedModel, tmp_path: Path) -> None:
+    kind = gguf.GGMLQuantizationType.F32
+    write(model, tmp_path / "s.gguf", kind, split_max_tensors=9)
+    first, second, *_, last = sorted(tmp_path.glob("s-*.gguf"))
+    second.rename(tmp_path / "away.gguf")
+    refused_export(first, tmp_path, r"is one of 3 parts of a GGUF file, and the others are not")
+    second.write_bytes(last.read_bytes())
+    message = r"s-00002-of-00003\.gguf is a part of another file: split\.no; got 2; choices: 1"
+    assert "two of its parts have tensors of one name" in refused_export(last, tmp_path, message)
 
 
 def test_another_architecture_is_refused(tmp_path: Path) -> None:

@@ -12,7 +12,9 @@ Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 
 from __future__ import annotations
 
+import glob
 import mmap
+import re
 from pathlib import Path
 from typing import Any
 
@@ -264,8 +266,82 @@ def _check_types(fields: Any) -> None:
         )
 
 
+# llama.cpp's names of the parts of a split file, and the fields that every part has.
+_PART_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+_NUMBER, _COUNT, _TENSORS = "split.no", "split.count", "split.tensors.count"
+
+
+def split_files(path: Path) -> list[Path]:
+    """Return the parts of the split GGUF file of which `path` is one, by their names, in order;
+    `path` alone where its name is not a part's."""
+    name = _PART_NAME.fullmatch(path.name)
+    if name is None:
+        return [path]
+    files = path.parent.glob(f"{glob.escape(name[1])}-?????-of-{name[3]}.gguf")
+    return sorted(file for file in files if _PART_NAME.fullmatch(file.name))
+
+
 def open_gguf(path: Path) -> GGUFReader:
-    """The file, whose tensors can all be read. Raises CheckpointError."""
+    """The file, whose tensors can all be read; of one that llama.cpp split, any part opens all.
+
+    The first part has the fields of the model, every part has tensors. Raises CheckpointError.
+    """
+    reader = _opened(path)
+    count = _split_field(reader, _COUNT)
+    if count in (None, 0, 1):
+        return reader
+    files = split_files(path)
+    names = [re.sub(r"-\d{5}-of-", f"-{n:05d}-of-", path.name) for n in range(1, len(files) + 1)]
+    if len(files) != count or [file.name for file in files] != names:
+        raise CheckpointError(
+            problem(
+                f"{path} is one of {count} parts of a GGUF file, and the others are not beside it",
+                got=[file.name for file in files],
+                choices=["NAME-00001-of-0000N.gguf and so on, as llama.cpp names them"],
+            )
+        )
+    readers = [reader if file == path else _opened(file) for file in files]
+    return _joined(files, readers)
+
+
+def _joined(files: list[Path], readers: list[GGUFReader]) -> GGUFReader:
+    """The first part with the tensors of all; raises CheckpointError for parts of other files."""
+    first, problems = readers[0], Problems(f"the GGUF file {files[0]}")
+    for number, (file, reader) in enumerate(zip(files, readers, strict=True)):
+        expected = {
+            _NUMBER: number,
+            _COUNT: len(files),
+            _TENSORS: _split_field(first, _TENSORS),
+        }
+        for key, value in expected.items():
+            if _split_field(reader, key) != value:
+                problems.add(
+                    f"{file.name} is a part of another file: {key}",
+                    got=_split_field(reader, key),
+                    choices=[value],
+                )
+    tensors = [tensor for reader in readers for tensor in reader.tensors]
+    if len({tensor.name for tensor in tensors}) < len(tensors):
+        problems.add("two of its parts have tensors of one name")
+    expected_count = _split_field(first, _TENSORS)
+    if len(tensors) != expected_count:
+        problems.add(
+            "its parts have another number of tensors", got=len(tensors), choices=[expected_count]
+        )
+    problems.raise_if_any(CheckpointError)
+    first.tensors = tensors
+    return first
+
+
+def _split_field(reader: GGUFReader, key: str) -> Any:
+    """The number in a field, None where there is none; of a field of another type its type."""
+    field = reader.get_field(key)
+    if field is None or field.types[0] in (GGUFValueType.STRING, GGUFValueType.ARRAY):
+        return field and field.types
+    return field.contents()
+
+
+def _opened(path: Path) -> GGUFReader:
     try:
         with np.errstate(over="raise"):
             return _BoundedReader(path)

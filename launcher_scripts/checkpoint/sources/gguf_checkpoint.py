@@ -105,7 +105,7 @@ def read_model(path: Path) -> GGUFModel:
 
 
 def _check_kind(fields: Fields) -> None:
-    """Raise for files that hold no model of a known architecture, or only a part of one."""
+    """Raise for files that hold no model of a known architecture."""
     if fields.architecture not in ARCHITECTURES:
         fields.problems.add(
             "unknown architecture", got=fields.architecture, choices=sorted(ARCHITECTURES)
@@ -113,12 +113,6 @@ def _check_kind(fields: Fields) -> None:
     kind = fields.value("general.type", "model")
     if kind != "model":
         fields.problems.add("unknown general.type", got=kind, choices=("model",))
-    parts = fields.value("split.count", 0)
-    if parts not in (0, 1):
-        fields.problems.add(
-            "it is one of several parts: join them with llama.cpp's llama-gguf-split --merge",
-            got=parts,
-        )
     fields.raise_problems()
 
 

@@ -26,6 +26,7 @@ _TRAINED = ".ckpt"
 _ITERATION = re.compile(r"iter_\d+")
 _WEIGHTS = (".safetensors", ".bin")
 _PARTS = re.compile(r".+\.(safetensors|bin|pt|pth|index\.json)|config\.json|config\.ini")
+_LATER_PART = re.compile(r".+-(?!00001)\d{5}-of-\d{5}\.gguf")
 _TABLE = ".metadata"
 _CROSS_ATTENTION = "decoder.layers.cross_attention."
 _MAX_TABLE = 1 << 28
@@ -223,7 +224,7 @@ def _below(path: Path) -> Iterator[Path]:
     for candidate in sorted(path.iterdir()):
         if candidate.is_dir():
             folders.append(candidate)
-        elif is_packed(candidate):
+        elif is_packed(candidate) and not _LATER_PART.fullmatch(candidate.name):
             yield candidate
     folders = folders[:_MAX_FOLDERS]
     yield from folders
