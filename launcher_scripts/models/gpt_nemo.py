@@ -48,6 +48,13 @@ MEGATRON_INNERMOST = {
     ),
 }
 
+# Megatron-LM's heads that share keys and values
+MEGATRON_GROUPS = {
+    "layers.*.attention.query_key_value": Source(
+        (f"{_LAYER}.self_attention.query_key_value",), "qkv_of_groups"
+    ),
+}
+
 # MLPs: a layer's own, and with experts (# is an expert's number) each of these.
 _MLPS = {
     "mlp": "mlp",
@@ -213,6 +220,7 @@ DIALECTS: dict[str, dict[str, Source]] = {
     "nemo_legacy": NEMO_LEGACY,
     "nemo_plus_one": _plus_one(NEMO),
     "megatron_innermost": MEGATRON_INNERMOST,
+    "megatron_groups": MEGATRON_GROUPS,
     "mcore": MCORE,
     "mcore_fused_gate": MCORE_FUSED_GATE,
     "mcore_split_attention": MCORE_SPLIT_ATTENTION,

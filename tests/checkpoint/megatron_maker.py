@@ -16,15 +16,16 @@ HEADS, SIZE, HIDDEN, FFN, LAYERS, VOCAB, LENGTH = 4, 6, 24, 32, 4, 40, 16
 ORDERS = {0: (1, 0, 2), 1: (0, 2, 1), 2: (0, 1, 2), 3: (0, 1, 2)}
 
 
-def state_dict(gated: bool = False) -> dict[str, torch.Tensor]:
+def state_dict(gated: bool = False, groups: int = HEADS) -> dict[str, torch.Tensor]:
     """Names of a classic GPT -> random tensors, query, key and value as in version 3."""
     torch.manual_seed(4)
     up = 2 * FFN if gated else FFN
+    rows = (HEADS + 2 * groups) * SIZE
     layer = {
         "input_layernorm.weight": (HIDDEN,),
         "input_layernorm.bias": (HIDDEN,),
-        "self_attention.query_key_value.weight": (3 * HIDDEN, HIDDEN),
-        "self_attention.query_key_value.bias": (3 * HIDDEN,),
+        "self_attention.query_key_value.weight": (rows, HIDDEN),
+        "self_attention.query_key_value.bias": (rows,),
         "self_attention.dense.weight": (HIDDEN, HIDDEN),
         "self_attention.dense.bias": (HIDDEN,),
         "post_attention_layernorm.weight": (HIDDEN,),
@@ -45,20 +46,30 @@ def state_dict(gated: bool = False) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True)
 class Maker:
-    """One way of storing state_dict(): checkpoint version, ranks, and more training arguments."""
+    """One way of storing state_dict(): checkpoint version, ranks, and more training arguments.
+
+    file:    of a rank
+    renamed: parts of tensors' names -> what they are called here
+    """
 
     version: int = 3
     tp_size: int = 1
     pp_size: int = 1
     args: dict[str, Any] = field(default_factory=dict)
+    file: str = "model_optim_rng.pt"
+    renamed: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def groups(self) -> int:
+        return int(self.args.get("num_query_groups") or HEADS)
 
     def write(self, folder: Path) -> Path:
-        state = state_dict(bool(self.args.get("swiglu")))
+        state = state_dict(bool(self.args.get("swiglu")), self.groups)
         for tp in range(self.tp_size):
             for pp in range(self.pp_size):
                 name = f"mp_rank_{tp:02d}" + (f"_{pp:03d}" if self.pp_size > 1 else "")
                 (folder / name).mkdir(parents=True)
-                torch.save(self._rank(state, tp, pp), folder / name / "model_optim_rng.pt")
+                torch.save(self._rank(state, tp, pp), folder / name / self.file)
         return folder
 
     def _rank(self, state: dict[str, torch.Tensor], tp: int, pp: int) -> dict[str, Any]:
@@ -72,12 +83,17 @@ class Maker:
                 embedding[module] = {kind: part}
             elif ".layers." in name:
                 _, _, number, rest = name.split(".", 3)
+                for plain, other in self.renamed.items():
+                    rest = rest.replace(plain, other)
                 if int(number) // per_stage == pp:
                     if self.version == 0:
                         rest = rest.replace("self_attention", "attention")
                     encoder[f"layers.{int(number) % per_stage}.{rest}"] = part
             elif pp == self.pp_size - 1:
-                encoder[name.removeprefix("encoder.")] = part
+                final = name.removeprefix("encoder.")
+                for plain, other in self.renamed.items():
+                    final = final.replace(plain, other)
+                encoder[final] = part
         model: dict[str, Any] = {}
         if pp == 0:
             model["embedding"] = embedding
@@ -93,6 +109,8 @@ class Maker:
     def _part(self, name: str, tensor: torch.Tensor, tp: int) -> torch.Tensor:
         if name.endswith(("dense.weight", "dense_4h_to_h.weight")):
             return tensor.chunk(self.tp_size, dim=1)[tp].clone()
+        if "query_key_value" in name and self.groups < HEADS:
+            return tensor.chunk(self.tp_size)[tp].clone()
         if "query_key_value" in name:
             rows = tensor.reshape(HEADS, 3, SIZE, -1).chunk(self.tp_size)[tp]
             order = (*ORDERS[self.version], 3)

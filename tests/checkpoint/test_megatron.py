@@ -3,6 +3,7 @@
 import shutil
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,13 +11,15 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from launcher_scripts.checkpoint.export import open_source
 from launcher_scripts.checkpoint.fastertransformer.folder import FTCheckpoint
+from launcher_scripts.checkpoint.formats.archive import Archive
 from launcher_scripts.contract.requests import GenerateRequest
 from tests.checkpoint import reference_forward_gpt
 from tests.checkpoint.engine_answers import answers
 from tests.checkpoint.exporting import export_folder, open_weights, refused_export, weight_bytes
 from tests.checkpoint.golden_cases import differing_keys, digests, found_digests
-from tests.checkpoint.megatron_maker import HEADS, SIZE, VOCAB, Maker, state_dict
+from tests.checkpoint.megatron_maker import HEADS, HIDDEN, SIZE, VOCAB, Maker, state_dict
 
 
 @pytest.mark.parametrize("case", ["megatron_v0_tp1_to2", "megatron_v3_tp1_to2"])
@@ -36,6 +39,58 @@ def test_every_version_and_cut_gives_the_same_files(
     source = Maker(version, tp_size, pp_size).write(tmp_path / "source")
     other = export_folder(source, tmp_path / "b", 2, num_attention_heads=HEADS)
     assert weight_bytes(other) == weight_bytes(plain)
+
+
+NORMS = {
+    "input_layernorm": "input_norm",
+    "post_attention_layernorm": "post_attention_norm",
+    "final_layernorm": "final_norm",
+}
+
+
+@pytest.mark.parametrize("case", [{"file": "model_rng.pt"}, {"renamed": NORMS}])
+def test_files_and_names_of_other_releases(tmp_path: Path, case: dict[str, Any]) -> None:
+    plain = export_folder(Maker().write(tmp_path / "plain"), tmp_path / "a")
+    source = Maker(tp_size=2, pp_size=2, **case).write(tmp_path / "source")
+    (source / "mp_rank_00_000_000").mkdir()
+    torch.save({"optimizer": {}}, source / "mp_rank_00_000_000" / "optim.pt")
+    assert weight_bytes(export_folder(source, tmp_path / "b")) == weight_bytes(plain)
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_heads_that_share_keys_and_values(tmp_path: Path, tp_size: int) -> None:
+    args = {"group_query_attention": True, "num_query_groups": 2}
+    source = Maker(tp_size=tp_size, args=args).write(tmp_path / "source")
+    weights, config = open_weights(export_folder(source, tmp_path))
+    name = "attention.query_key_value.weight"
+    stored = state_dict(groups=2)[f"encoder.layers.1.self_{name}"]
+    query, key, value = stored.reshape(2, -1, SIZE, HIDDEN).split((HEADS // 2, 1, 1), dim=1)
+    expected = torch.cat([part.reshape(-1, HIDDEN) for part in (query, key, value)]).T
+    assert config.num_kv_heads == 2
+    assert torch.equal(torch.as_tensor(weights[f"layers.1.{name}"]), expected)
+
+
+@pytest.mark.parametrize(
+    ("args", "fields"),
+    [
+        ({"onnx_safe": True}, {"activation": "gelu_erf"}),
+        ({"bias_gelu_fusion": False, "openai_gelu": True}, {"activation": "gelu"}),
+        ({"rotary_base": 500000, "use_rope_scaling": True}, {"rotary_base": 10000.0}),
+    ],
+)
+def test_the_older_code_decides(
+    tmp_path: Path, args: dict[str, Any], fields: dict[str, Any]
+) -> None:
+    rope = {"position_embedding_type": "rope"} if "rotary_base" in args else {}
+    source = Maker(args=args | rope).write(tmp_path / "source")
+    for path in source.rglob("*.pt") if rope else ():
+        loaded = torch.load(path, weights_only=False)
+        del loaded["model"]["language_model"]["embedding"]["position_embeddings"]
+        torch.save(loaded, path)
+    checkpoint = open_source(Archive(source))
+    assert {name: getattr(checkpoint.config, name) for name in fields} == fields
+    assert checkpoint.config.rotary_scaling != "llama3"
+    assert len(checkpoint.notes) == len(rope)
 
 
 @settings(max_examples=10, suppress_health_check=list(HealthCheck))
@@ -150,6 +205,22 @@ def test_arguments_no_family_knows_are_refused(
     refused_export(Maker(args=args).write(tmp_path / "source"), tmp_path, message)
 
 
+def test_ranks_of_several_saves_are_refused(tmp_path: Path) -> None:
+    source = Maker(tp_size=2).write(tmp_path / "source")
+    path = source / "mp_rank_01" / "model_optim_rng.pt"
+    torch.save(torch.load(path, weights_only=False) | {"iteration": 8}, path)
+    refused_export(source, tmp_path, "are of several saves: iteration")
+
+
+def test_a_bert_is_no_gpt(tmp_path: Path) -> None:
+    source = Maker().write(tmp_path / "source")
+    path = next(source.rglob("model_optim_rng.pt"))
+    loaded = torch.load(path, weights_only=False)
+    loaded["model"]["lm_head"] = {"bias": torch.zeros(VOCAB)}
+    torch.save(loaded, path)
+    refused_export(source, tmp_path, r"more than a language model; got \['lm_head'\]")
+
+
 def test_a_missing_rank_is_named(tmp_path: Path) -> None:
     source = Maker(tp_size=2, pp_size=2).write(tmp_path / "source")
     shutil.rmtree(source / "mp_rank_01_000")
@@ -181,6 +252,8 @@ def test_the_numpy_state_of_a_training_is_skipped(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"checkpoint_version": "x"}, "unknown version; got 'x'"),
+        ({"checkpoint_version": float("nan")}, "unknown version; got nan"),
+        ({"checkpoint_version": 1.5}, "unknown version; got 1.5"),
         ({"model": {"language_model": None}}, "holds no language model"),
         ({"model": None}, "holds no model"),
     ],

@@ -106,6 +106,7 @@ def test_nemos_class_says_whether_ropes_are_scaled() -> None:
     [
         ({}, "gelu", False),
         ({"bias_gelu_fusion": False}, "gelu_erf", False),
+        ({"bias_gelu_fusion": False, "openai_gelu": True}, "gelu_erf", False),
         ({"swiglu": True}, "silu", True),
         ({"squared_relu": True}, "squared_relu", False),
     ],

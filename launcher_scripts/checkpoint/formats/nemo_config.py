@@ -227,7 +227,9 @@ SOURCE_SETS: tuple[Mapping[str, str], ...] = (
 # What only folders of transformers and of Megatron-LM and its kin hold, and what is in one of the
 # latter or below.
 _INDICATORS = ("config.json", "latest_checkpointed_iteration.txt")
-_INNER_INDICATORS = (_INDICATORS[1], ".metadata", "model_optim_rng.pt")
+# A rank's weights, with its optimizer's state or, from the first distributed optimizers, without.
+MEGATRON_FILES = ("model_optim_rng.pt", "model_rng.pt")
+_INNER_INDICATORS = (_INDICATORS[1], ".metadata", *MEGATRON_FILES)
 # What lies behind so much of a compressed archive is left to the conversion.
 _MAX_DECOMPRESSED_BYTES = 2**30
 Match = TypeVar("Match")

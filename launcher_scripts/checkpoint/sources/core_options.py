@@ -437,6 +437,7 @@ def of_arguments(args: Mapping[str, Any], origin: str) -> CoreOptions:
         raw["position_embedding_type"] = "rope"
     raw["rope_scaling"] = option("use_rope_scaling")
     raw["bias_activation_fusion"] = option("bias_gelu_fusion")
+    raw["openai_gelu"] = None  # the core has no such function
     return options
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path, PurePosixPath
 
-from launcher_scripts.checkpoint.formats.nemo_config import CONFIG_NAME, is_packed
+from launcher_scripts.checkpoint.formats.nemo_config import CONFIG_NAME, MEGATRON_FILES, is_packed
 from launcher_scripts.common.errors import CheckpointError, problem
 from launcher_scripts.config.settings import CHECKPOINT_KEY
 
@@ -21,7 +21,7 @@ _ADAPTER = "adapter_config.json"
 TRACKER_NAME = "latest_checkpointed_iteration.txt"
 # Files that make a folder a checkpoint of one of the sources: in it, and in it or below.
 _TOP = ("config.json", "config.ini")
-_ANYWHERE = (CONFIG_NAME, "metadata.json", "model_optim_rng.pt")
+_ANYWHERE = (CONFIG_NAME, "metadata.json", *MEGATRON_FILES)
 _TRAINED = ".ckpt"
 _ITERATION = re.compile(r"iter_\d+")
 _WEIGHTS = (".safetensors", ".bin")

@@ -1,4 +1,4 @@
-"""Megatron-LM GPT checkpoints: `model_optim_rng.pt` per rank, of every checkpoint version.
+"""Megatron-LM GPT checkpoints: `model_optim_rng.pt` or `model_rng.pt` per rank, of every version.
 
 Names are those of NeMo's classic GPTs, which descend from these: the weight table's dialect is
 "nemo", and only the order of query, key and value differs between the versions. Models of
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count, takewhile
 from pathlib import PurePosixPath
 from typing import Any, ClassVar
@@ -18,6 +18,7 @@ import numpy as np
 
 from launcher_scripts.checkpoint.formats import pickles, torch_file
 from launcher_scripts.checkpoint.formats.archive import Archive
+from launcher_scripts.checkpoint.formats.nemo_config import MEGATRON_FILES
 from launcher_scripts.checkpoint.formats.source_tensor import SourceTensor
 from launcher_scripts.checkpoint.layout.source_checkpoint import (
     HEAD,
@@ -36,6 +37,7 @@ from launcher_scripts.checkpoint.layout.source_checkpoint import (
 from launcher_scripts.checkpoint.sources.core_layers import generic_names, joined_ranks
 from launcher_scripts.checkpoint.sources.core_options import (
     CORE_ONLY,
+    CoreOptions,
     of_arguments,
     read_core_gpt,
 )
@@ -47,13 +49,19 @@ from launcher_scripts.config.settings import CHECKPOINT_KEY
 from launcher_scripts.models.gpt import GPTConfig
 from launcher_scripts.models.gpt_nemo import nemo_dialects
 
-WEIGHTS_NAME = "model_optim_rng.pt"
-
 # checkpoint_version -> the dialect that differs from "nemo" by the order of the rows of query, key
 # and value (Megatron-LM, fix_query_key_value_ordering).
 _VERSIONS = {0: ("nemo_legacy",), 1: ("megatron_innermost",), 2: (), 3: ()}
-# The last stage's copy of a tied table, and heads that generate nothing.
-_IGNORED = ("word_embeddings_for_head", "lm_head.", "rotary_pos_emb.", "_extra_state")
+_IGNORED = ("rotary_pos_emb.", "_extra_state")
+# Names of the releases that know RMSNorm -> those of the others.
+_NORMS = {
+    "input_norm": "input_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "final_norm": "final_layernorm",
+}
+_NORM = re.compile(rf"(?<=\.)({'|'.join(_NORMS)})(?=\.)")
+# The last stage's copy of a tied table.
+_COPY = "word_embeddings_for_head"
 
 
 @dataclass(frozen=True)
@@ -81,17 +89,19 @@ class MegatronCheckpoint(TensorShards):
     @classmethod
     def matches(cls, archive: Archive) -> bool:
         """Return whether the folder looks like Megatron-LM's."""
-        return any(PurePosixPath(name).name == WEIGHTS_NAME for name in archive.names())
+        return any(PurePosixPath(name).name in MEGATRON_FILES for name in archive.names())
 
     @classmethod
     def open(cls, archive: Archive, hints: Hints) -> MegatronCheckpoint:
         """Raises CheckpointError for what is damaged, incomplete or not supported."""
         root = _root(archive)
-        files = rank_files(archive, root, WEIGHTS_NAME)
+        present = {PurePosixPath(name).name for name in archive.names() if name.startswith(root)}
+        files = rank_files(archive, root, next(name for name in MEGATRON_FILES if name in present))
         loaded = {name: _load(archive, name) for stage in files for name in stage}
         first = loaded[files[0][0]]
+        _check_same_save(archive, loaded)
         version = first.get("checkpoint_version") or 0
-        if not isinstance(version, (int, float)) or int(version) not in _VERSIONS:
+        if type(version) not in (int, float) or version not in _VERSIONS:
             raise CheckpointError(
                 problem(f"{archive.path}: unknown version", got=version, choices=_VERSIONS)
             )
@@ -134,7 +144,7 @@ def _root(archive: Archive) -> str:
     roots = set()
     for name in archive.names():
         path = PurePosixPath(name)
-        if path.name == WEIGHTS_NAME:
+        if path.name in MEGATRON_FILES:
             in_rank = re.match(r"(mp|tp)_rank_\d", path.parent.name)
             root = path.parent.parent if in_rank else path.parent
             roots.add("" if root == PurePosixPath(".") else f"{root}/")
@@ -206,6 +216,16 @@ def _load(archive: Archive, name: str) -> Mapping[str, Any]:
     return loaded
 
 
+def _check_same_save(archive: Archive, loaded: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raise CheckpointError for ranks of several saves: one of them was interrupted, or copied."""
+    for key in ("iteration", "checkpoint_version"):
+        values = {name: file.get(key) for name, file in loaded.items()}
+        if len({repr(value) for value in values.values()}) > 1:
+            raise CheckpointError(
+                problem(f"the files of {archive.path} are of several saves: {key}", got=values)
+            )
+
+
 def _models(loaded: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return the models of one rank: its model, or `model0`, `model1`, ... of its virtual stages,
     up to the first that is missing."""
@@ -223,11 +243,17 @@ def _tensors(model: Mapping[str, Any], origin: str) -> StateDict:
     """Name -> tensor, with the names of NeMo's classic GPTs."""
     if not isinstance(model.get("language_model", model), dict):
         raise CheckpointError(f"{origin} holds no language model")
+    others = sorted(map(str, model.keys() - {"language_model", _COPY}))
+    if "language_model" in model and others:
+        raise CheckpointError(
+            problem(f"{origin} is no GPT: it has more than a language model", got=others)
+        )
     tensors = []
     for source, values in flat_values(model.get("language_model", model)):
         name = re.sub(r"^transformer\.", "encoder.", source)
         name = re.sub(r"(layers\.\d+)\.attention\.", r"\1.self_attention.", name)
-        if name.startswith(_IGNORED) or name.endswith(_IGNORED):
+        name = _NORM.sub(lambda match: _NORMS[match[1]], name)
+        if name.startswith((_COPY, *_IGNORED)) or name.endswith(_IGNORED):
             continue
         if not isinstance(values, np.ndarray):
             raise CheckpointError(
@@ -240,7 +266,6 @@ def _tensors(model: Mapping[str, Any], origin: str) -> StateDict:
 # What the core's layers can do and these cannot.
 _SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
     **CORE_ONLY,
-    "group_query_attention": (None, False),
     "qk_layernorm": (None, False),
 }
 
@@ -276,14 +301,32 @@ def _settings(
     core = any(mark in name for name in shards for mark in (".linear_qkv.", ".mixer.in_proj."))
     if not args and not core:
         return _measured(shards, vocab, hints, Problems(origin))
-    options = of_arguments(args, origin)
+    options = of_arguments(args, origin) if core else _classic_options(args, origin)
     gpt = read_core_gpt(options, NO_EXPERTS if core else _SUPPORTED_VALUES, shards)
     dialects = nemo_dialects(fused=gpt.fields["gated"], plus_one=gpt.plus_one)
+    if gpt.fields["num_kv_heads"] != gpt.fields["num_heads"]:
+        dialects = ("megatron_groups", *dialects)
     if core:
         dialects = gpt.dialects(shards)
         if gpt.fields["tied_embeddings"]:
             shards.pop(HEAD, None)
     return MegatronArgs(gpt.config(vocab), dialects, options.check_keys())
+
+
+def _classic_options(args: Mapping[str, Any], origin: str) -> CoreOptions:
+    """The options of a model that is not the core's: the code of these never looked at the base and
+    the scaling of rotary positions, and has its own order of GELUs (megatron/legacy/model).
+    """
+    defaults = {"rotary_base": 10000, "use_rope_scaling": False}
+    ignored = {
+        name: args[name] for name in defaults if args.get(name) not in (None, defaults[name])
+    }
+    fused = args.get("openai_gelu") or (not args.get("onnx_safe") and args.get("bias_gelu_fusion"))
+    options = of_arguments({**args, **dict.fromkeys(ignored), "bias_gelu_fusion": fused}, origin)
+    if not ignored or options.get("position_embedding_type") != "rope":
+        return options
+    note = f"Megatron-LM's older models ignore {ignored}, and so does this one"
+    return replace(options, notes=(*options.notes, note))
 
 
 def _measured(shards: Shards, vocab: int, hints: Hints, problems: Problems) -> MegatronArgs:
