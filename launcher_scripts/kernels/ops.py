@@ -132,6 +132,7 @@ class Ops(Protocol):
         scores: AttentionScores,
         *,
         window: int = 0,
+        source: int = 0,
     ) -> Tensor: ...
 
     def prompt_attention(

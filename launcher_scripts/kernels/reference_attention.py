@@ -90,12 +90,13 @@ def context_attention(
     scores: AttentionScores,
     *,
     window: int = 0,
+    source: int = 0,
 ) -> Tensor:
     """Causal attention of one row's new tokens: [n, heads * head_size].
 
     query [n, heads, head_size] holds positions past..past+n-1; the row's keys and values are
     already in the cache from token `start` on. With a `window` each token attends to itself and the
-    window - 1 before it; 0: to all.
+    window - 1 before it; 0: to all. All attend to the `source` tokens right before `start`, too.
     """
     at_once = QUERIES_AT_ONCE if window else max(query.shape[0], 1)
     outputs = []
@@ -103,8 +104,13 @@ def context_attention(
         first = max(0, past - window + 1) if window else 0  # keys before it are seen by none
         bias = _causal_bias(piece, past, first, scores, window)
         total = past + piece.shape[0]
+        spans = [slice(start + first, start + total)]
+        if source:
+            if bias is None:
+                bias = query.new_full((1, total, total), float("-inf")).float().triu(1)
+            bias, spans = functional.pad(bias, (source, 0)), [slice(start - source, start), *spans]
         key, value = (
-            _for_heads(part[:, start + first : start + total], query)
+            _for_heads(torch.cat([part[:, span] for span in spans], 1), query)
             for part in (cache.keys, cache.values)
         )
         outputs.append(_attended(piece, key, value, bias, scores))
@@ -207,7 +213,8 @@ def source_attention(
     """Attention of rows of one length to all of their keys: [B, n, heads * head_size].
 
     query [B, n, heads, head_size] holds positions first..first+n-1; key and value are
-    [B, kv_heads, T, head_size]. With a `window` only keys that are at most so far away count.
+    [B, kv_heads, T, head_size]. With a `window` only so many keys around a query count, of an even
+    number one more behind it than before.
     Slopes and sinks of the scores are not looked at. Queries go in pieces where there is a bias,
     which takes heads * n * T numbers.
     """
@@ -252,7 +259,8 @@ def _source_bias(
     if not window:
         return bias
     positions = torch.arange(first, first + queries, device=query.device)
-    outside = (torch.arange(keys, device=query.device) - positions[:, None]).abs() > window
+    distance = torch.arange(keys, device=query.device) - positions[:, None]
+    outside = (2 * distance - (window + 1) % 2).abs() >= window
     if bias is None:
         bias = torch.zeros(1, queries, keys, device=query.device)
     return bias.masked_fill(outside, float("-inf"))
@@ -343,6 +351,31 @@ def decode_attention(
     sinks = None if scores.sinks is None else scores.sinks.view(-1, 1, group, 1)
     out = _softmax(values, sinks) @ value  # [kv, B, g, D]
     return out.transpose(0, 1).reshape(rows, -1).to(query.dtype)
+
+
+def attend_joined_spans(
+    query: Tensor,
+    cache: LayerCache,
+    spans: Sequence[tuple[Tensor, Tensor, int]],
+    scores: AttentionScores,
+) -> Tensor:
+    """decode_attention where a row attends to several runs of cache tokens.
+
+    spans: of each run the rows' starts, lengths and what bounds these; only scale and softcap of
+           the scores are looked at
+    """
+    rows, num_heads, size = query.shape
+    tokens, seen = [], []
+    for starts, lengths, longest in spans:
+        offsets = torch.arange(longest, device=query.device)
+        seen.append(offsets < lengths[:, None])
+        tokens.append(torch.where(seen[-1], starts[:, None] + offsets, starts[:, None]))
+    indices, visible = torch.cat(tokens, 1), torch.cat(seen, 1)
+    key, value = cache.keys[:, indices].float(), cache.values[:, indices].float()
+    grouped = query.float().view(rows, len(key), -1, size).transpose(0, 1)  # [kv, B, g, D]
+    values = _scaled(grouped @ key.transpose(-1, -2), scores)
+    weights = values.masked_fill(~visible[None, :, None], float("-inf")).softmax(-1)
+    return (weights @ value).transpose(0, 1).reshape(rows, num_heads * size).to(query.dtype)
 
 
 def store_latents(

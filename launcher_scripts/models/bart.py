@@ -89,6 +89,9 @@ class BartConfig(ModelConfig):
     def attention_scale(self) -> float:
         return float(self.head_size**-0.5)
 
+    def encoder_window(self, layer: int) -> int:
+        return self.window(layer)
+
     @property
     def decoder_head_size(self) -> int:
         return self.hidden_size // self.num_decoder_heads

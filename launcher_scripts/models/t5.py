@@ -36,6 +36,11 @@ class T5Config(AdapterSizes):
     embedding_scale, softcaps and windows are as in GPTConfig, of both stacks; a token of the
     encoder attends to sliding_window tokens on either side.
 
+    A T5Gemma 2 has merged_attention: one softmax of a decoder's layer covers the tokens before and
+    the encoder's states, of which its keys and values are made by the same matrices. A token of its
+    encoder attends to sliding_window tokens around it. qk_norm, rotary_local_base and
+    rotary_interpolation_factor are as in GPTConfig.
+
     A Switch Transformer (arXiv:2101.03961) has num_experts MLPs in the layers that
     encoder_expert_layers and decoder_expert_layers name, of which a token goes through the one that
     its router scores best, weighed by the softmax of the scores; router_bias is the router's.
@@ -84,6 +89,10 @@ class T5Config(AdapterSizes):
     encoder_expert_layers: str | None = None
     decoder_expert_layers: str | None = None
     router_bias: bool | None = None
+    merged_attention: bool | None = None
+    qk_norm: bool | None = None
+    rotary_local_base: float | None = None
+    rotary_interpolation_factor: float | None = None
     parts: Adapters = NO_ADAPTERS
 
     def check(self, problems: Problems) -> None:
@@ -167,6 +176,11 @@ class T5Config(AdapterSizes):
     @property
     def kv_size(self) -> int:
         return self.kv_heads * self.head_size
+
+    def encoder_window(self, layer: int) -> int:
+        """How many tokens around it a token of the encoder attends to in a layer; 0: all."""
+        window = self.window(layer)
+        return window if self.merged_attention or not window else 2 * window + 1
 
     @property
     def norm_placement(self) -> str:

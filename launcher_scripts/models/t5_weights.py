@@ -31,7 +31,7 @@ def weights(config: T5Config) -> list[WeightSpec]:
     if config.num_experts is not None:
         specs = [_of_switch(spec) for spec in specs]
     if config.sandwich_norms:
-        specs = [_of_gemma(spec) for spec in specs if spec.name != "shared.weight"]
+        specs = [_of_gemma(config, spec) for spec in specs if spec.name != "shared.weight"]
     return specs + adapters.weights("t5", config.parts, not config.encoder_only)
 
 
@@ -41,15 +41,14 @@ _GEMMA = (
     ("final_layer_norm", "norm"),
     (".block.*", ".layers.*"),
     *((f".SelfAttention.{part}.", f".self_attn.{part}_proj.") for part in "qkvo"),
+    (".SelfAttention.", ".self_attn."),
     *((f".EncDecAttention.{part}.", f".cross_attn.{part}_proj.") for part in "qkvo"),
     (".DenseReluDense.wi_0.", ".mlp.gate_proj."),
     (".DenseReluDense.wi_1.", ".mlp.up_proj."),
     (".DenseReluDense.wo.", ".mlp.down_proj."),
 )
-_GEMMA_BRANCHES = {
-    "encoder": ("self_attn", "feedforward"),
-    "decoder": ("self_attn", "cross_attn", "feedforward"),
-}
+_GEMMA_BRANCHES = ("self_attn", "cross_attn", "feedforward")
+_MERGED_BRANCHES = ("self_attn", "feedforward")
 
 
 def _of_switch(spec: WeightSpec) -> WeightSpec:
@@ -68,18 +67,19 @@ def _switch_key(key: str) -> str:
     return re.sub(r"\.experts\.(\d+)\.", r".experts.expert_\1.", key)
 
 
-def _of_gemma(spec: WeightSpec) -> WeightSpec:
+def _of_gemma(config: T5Config, spec: WeightSpec) -> WeightSpec:
     """The row with the dialect "t5gemma"."""
     source = spec.sources["huggingface"]
-    keys = tuple(_gemma_key(key) for key in source.keys)
+    keys = tuple(_gemma_key(key, bool(config.merged_attention)) for key in source.keys)
     return replace(spec, sources={**spec.sources, "t5gemma": Source(keys, source.layout)})
 
 
-def _gemma_key(key: str) -> str:
+def _gemma_key(key: str, merged: bool) -> str:
     for old, new in _GEMMA:
         key = key.replace(old, new)
     side = key.split(".")[0]
-    for number, branch in enumerate(_GEMMA_BRANCHES.get(side, ())):
+    branches = _MERGED_BRANCHES if merged or side == "encoder" else _GEMMA_BRANCHES
+    for number, branch in enumerate(branches):
         stem = f"{side}.layers.*.layer.{number}."
         key = key.replace(f"{stem}layer_norm", f"{side}.layers.*.pre_{branch}_layernorm")
         key = key.replace(f"{stem}output_norm", f"{side}.layers.*.post_{branch}_layernorm")
@@ -137,6 +137,7 @@ def _encoder_layer(config: T5Config) -> list[WeightSpec]:
             layouts={"nemo": f"{layout}_of_heads", "nemo_legacy": f"{layout}_in_blocks"},
         )
     specs += _output(config, f"{stem}.0.SelfAttention.o", f"{nemo}.self_attention.dense")
+    specs += _head_norms(config, f"{stem}.0.SelfAttention")
     specs += _norm(config, f"{stem}.1.layer_norm", f"{nemo}.post_attention_layernorm")
     return specs + _mlp(config, f"{stem}.1.DenseReluDense", f"{nemo}.mlp")
 
@@ -155,7 +156,10 @@ def _decoder_layer(config: T5Config) -> list[WeightSpec]:
         layouts={"nemo": "qkv_of_heads", "nemo_legacy": "qkv_in_blocks"},
     )
     specs += _output(config, f"{attention}.o", f"{nemo}.self_attention.dense")
+    specs += _head_norms(config, attention)
     specs += _norm(config, f"{stem}.1.layer_norm", f"{nemo}.post_attention_layernorm")
+    if config.merged_attention:
+        return specs + _mlp(config, f"{stem}.1.DenseReluDense", f"{nemo}.mlp")
     for part, key, layouts in (
         ("q", "query", {"nemo": "transposed"}),
         ("k", "key_value", {"nemo": "first_of_two_heads", "nemo_legacy": "first_half"}),
@@ -283,6 +287,13 @@ def _norm(config: T5Config, stem: str, nemo: str) -> list[WeightSpec]:
         name = stem.removesuffix("layer_norm") + "output_norm.weight"
         specs.append(_row(name, ("hidden_size",), name, name))
     return specs
+
+
+def _head_norms(config: T5Config, attention: str) -> list[WeightSpec]:
+    if not config.qk_norm:
+        return []
+    names = (f"{attention}.{part}_norm.weight" for part in "qk")
+    return [_row(name, ("head_size",), name, name) for name in names]
 
 
 def _relative_bias(config: T5Config, side: str, attention: str, nemo: str) -> WeightSpec:

@@ -126,7 +126,7 @@ def test_t5gemma_names_its_layers_without_a_window_where_it_has_any(
     types = {"num_hidden_layers": 3, "layer_types": [names[kind] for kind in kinds]}
     stack = {**tiny_models.T5GEMMA_STACK, **types}
     said = raw({"is_encoder_decoder": True, "encoder": stack, "decoder": stack})
-    config = configs.t5gemma(said)
+    config = gemma.t5gemma(said)
     assert (config.sliding_window, config.full_attention_layers) == (7, full)
     text = config_ini.format_config(config, 1, "fp32")
     assert ("full_attention_layers" in text) == (full is not None)

@@ -895,4 +895,37 @@ T5GEMMA = TinyModel(
     },
 )
 
+# Gemma 3's layers: one position in eight is that of a full layer's.
+T5GEMMA2_STACK = {
+    **{key: value for key, value in T5GEMMA_STACK.items() if key != "attn_logit_softcapping"},
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "num_hidden_layers": 3,
+    "hidden_size": 24,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    },
+}
+T5GEMMA2 = TinyModel(
+    "T5Gemma2ForConditionalGeneration",
+    "T5Gemma2Config",
+    {
+        "encoder": {
+            "text_config": T5GEMMA2_STACK,
+            "vision_config": {
+                "model_type": "siglip_vision_model",
+                "hidden_size": 8,
+                "intermediate_size": 8,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "image_size": 8,
+                "patch_size": 4,
+            },
+            "mm_tokens_per_image": 4,
+        },
+        "decoder": T5GEMMA2_STACK,
+    },
+)
+
 Export = Callable[..., Path]

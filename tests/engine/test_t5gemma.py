@@ -19,7 +19,7 @@ from launcher_scripts.config.export import TokenizerSettings
 from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.engine.engine import Engine, EngineSettings
 from tests.checkpoint.exporting import export_folder, refused_export
-from tests.checkpoint.tiny_models import T5GEMMA, TinyModel
+from tests.checkpoint.tiny_models import T5GEMMA, T5GEMMA2, TinyModel
 from tests.engine.small_models import generate
 from tests.engine.small_t5 import decoder_logits, encode
 
@@ -28,17 +28,24 @@ TARGET = tuple(range(1, 40))
 TOLERANCE = 2e-4
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+MODELS = {"t5gemma": T5GEMMA, "t5gemma2": T5GEMMA2}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def saved(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Any]:
     """A folder and the model in it: an output table of its own makes its texts lively."""
-    values = {**T5GEMMA.values, "tie_word_embeddings": False}
-    folder = tmp_path_factory.mktemp("t5gemma")
-    model = TinyModel(T5GEMMA.model, T5GEMMA.config, values).make()
-    assert model.lm_head.out_proj.weight is not model.model.decoder.embed_tokens.weight
+    tiny = MODELS[request.param]
+    values = {**tiny.values, "tie_word_embeddings": False}
+    folder = tmp_path_factory.mktemp(request.param)
+    model = TinyModel(tiny.model, tiny.config, values).make()
     torch.manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.normal_(0, 1.0 if "norm" in name else 0.05 if "embed" in name else 0.3)
+    head, table = model.lm_head.out_proj.weight, model.get_input_embeddings().weight
+    assert head is not table
     model.save_pretrained(folder / "hf")
     model.set_attn_implementation("eager")
     return folder, model
@@ -83,7 +90,8 @@ def test_its_encoder_alone(saved: tuple[Path, Any]) -> None:
     folder, model = saved
     exported = export_folder(folder / "hf", folder / "encoder", encoder_only=True)
     with torch.no_grad():
-        want = model.model.encoder(torch.tensor([SOURCE]), output_attentions=True)
+        encoder = getattr(model.model.encoder, "text_model", model.model.encoder)
+        want = encoder(torch.tensor([SOURCE]), output_attentions=True)
     engine = load(exported, model_type="T5-Encoder")
     answer = encode(engine, SOURCE, attentions=True)
     engine.close()
@@ -92,8 +100,9 @@ def test_its_encoder_alone(saved: tuple[Path, Any]) -> None:
     assert (answer.attentions - attentions).abs().max() <= TOLERANCE
 
 
-def test_an_output_table_that_is_the_decoders(tmp_path: Path) -> None:
-    model = T5GEMMA.save(tmp_path / "hf")
+@pytest.mark.parametrize("name", MODELS)
+def test_an_output_table_that_is_the_decoders(name: str, tmp_path: Path) -> None:
+    model = MODELS[name].save(tmp_path / "hf")
     engine = load(export_folder(tmp_path / "hf", tmp_path))
     got = decoder_logits(engine, SOURCE, TARGET)
     engine.close()

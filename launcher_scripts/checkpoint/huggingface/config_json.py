@@ -419,6 +419,8 @@ def refuse_unwritten(config: Any, raw: Mapping[str, Any] | None) -> None:
     name = family if family in NOT_WRITTEN else (raw or {}).get("model_type")
     if getattr(config, "encoder_expert_layers", None):
         name = "switch_transformers"
+    if getattr(config, "merged_attention", None):
+        name = "t5gemma2"
     if name in NOT_WRITTEN:
         message = f"models of the type {name} cannot be written as a transformers folder"
         raise CheckpointError(problem(message, change="export.format=fastertransformer"))
@@ -469,7 +471,7 @@ _CLASS_STEMS = {
 _CLASS_ENDS = {"gpt": "ForCausalLM", "t5": "ForConditionalGeneration"}
 _CLASSES = {"gpt2": "GPT2LMHeadModel", "marian": "MarianMTModel"}
 # Models that transformers has no class of, or some of whose tensors have no way back yet.
-NOT_WRITTEN = (*("agm", "nemotron-nas", "switch_transformers", "kimi_linear", "dbrx"),)
+NOT_WRITTEN = (*("agm", "nemotron-nas", "switch_transformers", "kimi_linear", "dbrx", "t5gemma2"),)
 # Model types that only a config.json of their own describes.
 _NOT_PROPOSED = (
     *(*NOT_WRITTEN, "llama4_text", "mimo_v2_flash", "lfm2", "nemotron_h", "bamba"),

@@ -58,12 +58,14 @@ class Architecture:
 
 
 HEAD = "lm_head.weight"
+# Model types whose checkpoints may lack a decoder.
+_ENCODERS = ("t5", "mt5", "umt5", "t5gemma", "t5gemma2")
 
 
 def has_separate_head(raw: RawConfig, ties: bool) -> bool:
     """Return whether config.json promises an output table beside the input's, which a T5's encoder
     does not have."""
-    if raw.raw["model_type"] in ("t5", "mt5", "umt5", "t5gemma") and not has_decoder(raw):
+    if raw.raw["model_type"] in _ENCODERS and not has_decoder(raw):
         return False
     return not raw.flag("tie_word_embeddings", ties)
 
@@ -184,6 +186,11 @@ def _dense_granite(raw: RawConfig) -> list[str]:
 
 
 _SHARED = {"shared.weight": ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", HEAD)}
+_GEMMA_HEAD = {HEAD: ("lm_head.out_proj.weight",), "decoder.embed_tokens.weight": (HEAD,)}
+_OF_ENCODER = {
+    HEAD: ("lm_head.out_proj.weight",),
+    "encoder.embed_tokens.weight": ("decoder.embed_tokens.weight", HEAD),
+}
 
 ARCHITECTURES = {
     "gpt2": _gpt(configs.gpt2, "gpt2", "wte.weight"),
@@ -293,12 +300,8 @@ ARCHITECTURES = {
     **dict.fromkeys(("t5", "mt5"), Architecture("t5", configs.t5, "huggingface", _SHARED)),
     "switch_transformers": Architecture("t5", configs.switch_transformers, "switch", _SHARED),
     "umt5": Architecture("t5", configs.umt5, "huggingface", _SHARED),
-    "t5gemma": Architecture(
-        "t5",
-        configs.t5gemma,
-        "t5gemma",
-        {HEAD: ("lm_head.out_proj.weight",), "decoder.embed_tokens.weight": (HEAD,)},
-    ),
+    "t5gemma": Architecture("t5", gemma.t5gemma, "t5gemma", _GEMMA_HEAD),
+    "t5gemma2": Architecture("t5", gemma.t5gemma2, "t5gemma", _OF_ENCODER),
     "bart": Architecture("bart", configs.bart, "bart", _SHARED, _scaled),
     "mbart": Architecture("bart", configs.mbart, "bart", _SHARED, _scaled),
     "m2m_100": Architecture("bart", configs.m2m_100, "bart", _SHARED, _m2m_100),

@@ -86,7 +86,7 @@ OBEYED = {
             *("glm4", "glm4_moe", "gpt_neox", "gpt_oss", "granite", "granitemoe"),
             *("granitemoeshared", "helium", "internlm3", "iquestcoder", "jais2", "llama", "mellum"),
             *("nemotron", "olmo", "olmo2", "olmo3", "olmoe", "qwen3", "qwen3_moe", "seed_oss"),
-            *("smollm3", "solar_open", "t5gemma", "vaultgemma", "bamba", "falcon_h1"),
+            *("smollm3", "solar_open", "t5gemma", "t5gemma2", "vaultgemma", "bamba", "falcon_h1"),
             *("granitemoehybrid", "nemotron_h", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
             *("afmoe", "apertus", "cohere2_moe", "flex_olmo", "granite_swa", "granitemoe_swa"),
             *("hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "llama4_text", "mimo_v2_flash"),
@@ -215,7 +215,6 @@ NOT_READ = {
     "doge": "its attention masks values by a dynamic mask",
     "laguna": "its attention is gated by a softplus",
     "minimax": "its layers have lightning attention",
-    "t5gemma2": "one softmax of its decoder reaches over the text and the encoder's states",
     "nllb-moe": "transformers' class sends every token to its first two experts alone, so that "
     "nothing says what a right answer is",
     **dict.fromkeys(("led", "longt5"), "its encoder's attention is local, with global tokens"),

@@ -1,4 +1,4 @@
-"""GPTConfig from the config.json of Google's Gemmas, and of others that normalize what their
+"""Hyperparameters from the config.json of Google's Gemmas, and of others that normalize what their
 branches add: OLMo's and EXAONE's; see huggingface_decoders."""
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from launcher_scripts.checkpoint.sources.huggingface_configs import has_decoder
 from launcher_scripts.checkpoint.sources.huggingface_decoders import (
     decoder,
     head_size_of,
@@ -26,6 +27,7 @@ from launcher_scripts.checkpoint.sources.rotary_scaling import (
 )
 from launcher_scripts.models.family import layer_list
 from launcher_scripts.models.gpt import GPTConfig
+from launcher_scripts.models.t5 import T5Config
 
 
 def gemma(raw: RawConfig, **fields: Any) -> GPTConfig:
@@ -337,3 +339,131 @@ def exaone_moe(raw: RawConfig) -> GPTConfig:
         **exaone4_attention(raw),
         **experts,
     )
+
+
+_SAME_OF_STACKS = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "head_dim"),
+    *("num_key_value_heads", "rms_norm_eps", "hidden_activation", "query_pre_attn_scalar"),
+    *("sliding_window", "attn_logit_softcapping", "rope_parameters", "rope_theta", "rope_scaling"),
+    *("attention_bias", "max_position_embeddings"),
+)
+_IMAGE_KEYS = (
+    *("image_token_index", "image_token_id", "boi_token_index", "eoi_token_index"),
+    "mm_tokens_per_image",
+)
+_LINEAR = "rotary_interpolation_factor"
+
+
+def t5gemma(raw: RawConfig) -> T5Config:
+    encoder, decoder = raw.section("encoder"), raw.section("decoder")
+    decoder.only(cross_attention_hidden_size=encoder.raw.get("hidden_size"))
+    rope = decoder.section("rope_parameters", "rope_scaling")
+    kind = rope.text("rope_type", rope.text("type", "default"))
+    if kind != "default":
+        raw.problems.add("unknown rope_type", got=kind, choices=("default",))
+    return _t5gemma(
+        raw,
+        encoder,
+        decoder,
+        pattern=2,
+        max_positions=decoder.size("max_position_embeddings"),
+        rotary_base=rope.real("rope_theta", decoder.real("rope_theta", 10000.0)),
+        attention_softcap=decoder("attn_logit_softcapping", default=None),
+    )
+
+
+def t5gemma2(raw: RawConfig) -> T5Config:
+    """A T5Gemma 2 without its images: Gemma 3's layers, with one attention in those of the decoder.
+
+    Both stacks replace the embedding of the token behind an image, which no text has.
+    """
+    images, decoder = raw.section("encoder"), raw.section("decoder")
+    behind = images.raw.get("eoi_token_index", 256000)
+    if behind is not None and behind < decoder.size("vocab_size"):
+        raw.notes.append(f"token {behind}, which ends an image, has the embedding of its row")
+    encoder = images.section("text_config")
+    images.unused("vision_config", *_IMAGE_KEYS)
+    raw.unused(*_IMAGE_KEYS)
+    for stack in (encoder, decoder):
+        stack.unused("sliding_window_pattern", "_sliding_window_pattern", "classifier_dropout_rate")
+    size = decoder.size("head_dim", default=256)
+    turns, local_base = two_ropes(decoder, size, 10000.0)
+    for name in sorted(turns.keys() - {"position_embedding", "rotary_base", _LINEAR}):
+        if turns[name] != 1.0:
+            raw.problems.add(f"{name} of a T5Gemma 2 is not supported", got=turns[name])
+    pattern = decoder.size("sliding_window_pattern", "_sliding_window_pattern", default=6)
+    return _t5gemma(
+        raw,
+        encoder,
+        decoder,
+        pattern=pattern,
+        max_positions=decoder.size("max_position_embeddings", default=131072),
+        rotary_base=turns["rotary_base"],
+        rotary_interpolation_factor=turns.get(_LINEAR),
+        rotary_local_base=decoder.real("rope_local_base_freq", 10000.0)
+        if local_base is None
+        else local_base,
+        merged_attention=True,
+        qk_norm=True,
+    )
+
+
+def _t5gemma(
+    raw: RawConfig, encoder: RawConfig, decoder: RawConfig, pattern: int, **fields: Any
+) -> T5Config:
+    """pattern: of so many layers the last one has no window, unless layer_types says it
+
+    fields: what the models say otherwise
+    """
+    for name in _SAME_OF_STACKS:
+        if encoder.raw.get(name) != decoder.raw.get(name):
+            message = f"{name} of encoder and decoder must be the same"
+            raw.problems.add(message, got=(encoder.raw.get(name), decoder.raw.get(name)))
+    encoder.unused(*_SAME_OF_STACKS, "final_logit_softcapping")  # it has no logits
+    for stack in (encoder, decoder):
+        stack.only(attention_bias=False, use_bidirectional_attention=False)
+    raw.unused("vocab_size")  # it repeats the decoder's
+    hidden, heads = decoder.size("hidden_size"), decoder.size("num_attention_heads")
+    window = decoder("sliding_window", default=None)
+    encoder_only = not has_decoder(raw)
+    return T5Config(
+        vocab_size=decoder.size("vocab_size"),
+        num_layers=encoder.layers("num_hidden_layers"),
+        hidden_size=hidden,
+        num_heads=heads,
+        head_size=decoder.size("head_dim", default=hidden // heads),
+        ffn_size=decoder.size("intermediate_size"),
+        num_decoder_layers=0 if encoder_only else decoder.layers("num_hidden_layers"),
+        position_embedding="rope",
+        norm_eps=decoder.real("rms_norm_eps", default=1e-6),
+        activation=decoder.activation("hidden_activation", "gelu_pytorch_tanh"),
+        gated=True,
+        attention_scale=decoder.size("query_pre_attn_scalar", default=256) ** -0.5,
+        tied_embeddings="lm_head.weight" not in raw.keys,
+        shared_embeddings="decoder.embed_tokens.weight" not in raw.keys,
+        encoder_only=encoder_only,
+        start_id=raw.token("decoder_start_token_id", decoder.token("bos_token_id", 2)),
+        end_id=decoder.token("eos_token_id", 1),
+        pad_id=decoder.token("pad_token_id", 0),
+        num_kv_heads=decoder.size("num_key_value_heads", default=heads),
+        sandwich_norms=True,
+        zero_centered_norm=True,
+        embedding_scale=hidden**0.5,
+        logits_softcap=decoder("final_logit_softcapping", default=None),
+        sliding_window=window,
+        full_attention_layers=_full_layers(encoder, decoder, pattern) if window else None,
+        **fields,
+    )
+
+
+def _full_layers(encoder: RawConfig, decoder: RawConfig, pattern: int) -> str | None:
+    """The numbers of the layers without a window, which both stacks must agree on."""
+    kinds_of_pattern = [*["sliding_attention"] * (pattern - 1), "full_attention"]
+    stacks = [stack("layer_types", default=kinds_of_pattern * 500) for stack in (encoder, decoder)]
+    kinds = max(stacks, key=len)
+    for name, item in zip(("encoder", "decoder"), stacks, strict=True):
+        if item != kinds[: len(item)] or not set(item) <= {"sliding_attention", "full_attention"}:
+            encoder.problems.add(f"layer_types of the {name} are not supported", got=item)
+    max_layers = max(stack.layers("num_hidden_layers") for stack in (encoder, decoder))
+    kinds = kinds[:max_layers]
+    return layer_list(layer for layer, kind in enumerate(kinds) if kind == "full_attention")

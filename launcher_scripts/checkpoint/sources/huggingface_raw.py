@@ -419,7 +419,7 @@ MULTIMODAL = {
         (
             *("aya_vision", "cohere2_vision", "idefics3", "internvl", "lfm2_vl", "lighton_ocr"),
             *("llava", "llava_next", "llava_onevision", "mistral3", "qwen2_audio", "smolvlm"),
-            "voxtral",
+            *("t5gemma2", "voxtral"),
         ),
         Multimodal(),
     ),
@@ -494,6 +494,7 @@ def _for_text(rotary: Mapping[str, Any]) -> dict[str, Any]:
 
 def text_name(name: str) -> str | None:
     """The name that a model of text gives a tensor; None for one that reads images."""
-    if name.startswith(_IMAGE_TENSORS):
+    if name.removeprefix("encoder.").startswith(_IMAGE_TENSORS) or name.endswith(".eoi_embedding"):
         return None
+    name = name.replace("encoder.text_model.", "encoder.", 1)
     return next((name.removeprefix(p) for p in _PREFIXES if name.startswith(p)), name)

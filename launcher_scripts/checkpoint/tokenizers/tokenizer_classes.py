@@ -416,6 +416,7 @@ REGISTERED: dict[str, str] = {
     "switch_transformers": "T5Tokenizer",
     "t5": "T5Tokenizer",
     "t5gemma": "GemmaTokenizer",
+    "t5gemma2": "GemmaTokenizer",
     "xglm": "XGLMTokenizer",
     **dict.fromkeys(
         (

@@ -18,9 +18,9 @@ from torch import Tensor
 from launcher_scripts.engine.distributed.communicator import Communicator
 from launcher_scripts.engine.messages.plan import Prompt
 from launcher_scripts.engine.model.decode_step import DecodeStep
-from launcher_scripts.engine.model.forward_context import CacheContext, DecodeContext
+from launcher_scripts.engine.model.forward_context import CacheContext, DecodeContext, Rows
 from launcher_scripts.engine.model.kv_cache import KVCache
-from launcher_scripts.engine.model.layers import Rows, SelfAttention, Sublayer
+from launcher_scripts.engine.model.layers import SelfAttention, Sublayer
 from launcher_scripts.engine.model.network import Network, PromptBatch
 from launcher_scripts.engine.model.rotary import table_of
 from launcher_scripts.engine.model.weights import (

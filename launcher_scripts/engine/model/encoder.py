@@ -25,10 +25,11 @@ from launcher_scripts.engine.model.layers import (
     Chunk,
     CrossAttention,
     Layer,
+    MergedAttention,
     MixtureOfExperts,
     SelfAttention,
 )
-from launcher_scripts.engine.model.rotary import rotaries, rotary_tables
+from launcher_scripts.engine.model.rotary import rotaries, rotary_tables, table_of
 from launcher_scripts.engine.model.weights import (
     Embedding,
     Experts,
@@ -91,7 +92,8 @@ class Encoder:
                 heads,
                 AttentionScores(config.attention_scale, config.attention_softcap),
             ),
-            window=config.window(layer),
+            window=config.encoder_window(layer),
+            table=table_of(config, layer),
         )
         mlp = weights.mlp
         if isinstance(mlp, Experts):
@@ -240,7 +242,10 @@ class EncodeStep:
     """
 
     def __init__(
-        self, encoder: Encoder, embedding: Embedding, readers: Sequence[CrossAttention]
+        self,
+        encoder: Encoder,
+        embedding: Embedding,
+        readers: Sequence[CrossAttention | MergedAttention],
     ) -> None:
         self.encoder = encoder
         self.embedding = embedding
@@ -264,7 +269,7 @@ class EncodeStep:
         states = encoder.normed(x.exact)
         operand = states.to(dtype)
         for reader in self.readers:
-            reader.store(operand, slots)
+            reader.store_source(operand, slots)
         return states
 
     def run(

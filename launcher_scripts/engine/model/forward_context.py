@@ -19,14 +19,47 @@ from launcher_scripts.engine.model.layers import (
     CrossAttention,
     ForwardContext,
     Layer,
+    MergedAttention,
     Recurrent,
     SelfAttention,
-    SourceRows,
 )
 from launcher_scripts.engine.model.side_streams import SideStreams
 from launcher_scripts.engine.model.weights import Embedding, StackWeights, scaled
 from launcher_scripts.kernels.operands import Hidden, Spans, StepRows, VarlenBatch
 from launcher_scripts.kernels.ops import Ops
+from launcher_scripts.kernels.reference_attention import attend_joined_spans, norm_heads
+
+
+@dataclass(frozen=True)
+class SourceRows:
+    """The encoder's inputs of a decode step's rows: first cache tokens and lengths, both [B], and
+    what bounds the lengths. Hypotheses of one beam search share theirs.
+    """
+
+    starts: Tensor
+    lengths: Tensor
+    longest: int
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a decode step: first cache tokens, and tokens in the cache so far, both [B].
+
+    longest bounds the lengths, the new tokens included. ia3_tasks [B] are the rows of the IA3
+    factors, lora_adapters [B] the LoRA adapters or NO_TASK. positions [B] are those of the new
+    tokens where they are not the lengths; most [B] how many positions a row may come to have.
+    slots [B] are the rows'. source: where there is an encoder
+    """
+
+    starts: Tensor
+    lengths: Tensor
+    longest: int
+    source: SourceRows | None = None
+    ia3_tasks: Tensor | None = None
+    positions: Tensor | None = None
+    lora_adapters: Tensor | None = None
+    maximum: Tensor | None = None
+    slots: Tensor | None = None
 
 
 def with_virtual_tokens(
@@ -289,7 +322,8 @@ class PrefillContext(CacheContext):
     def attend_stored(self, query: Tensor, layer: SelfAttention) -> Tensor:
         if isinstance(layer, LatentAttention):
             return layer.attend_prompts(query, self.chunks, self.spans, self.lora_adapters)
-        if not self.windowed:
+        merged = isinstance(layer, MergedAttention)
+        if not self.windowed and not merged:
             return layer.kernels.prompt_attention(
                 query, layer.cache, self.spans, layer.scores, window=layer.window
             )
@@ -302,6 +336,7 @@ class PrefillContext(CacheContext):
                 chunk.past,
                 layer.scores,
                 window=min(filter(None, (chunk.window, layer.window)), default=0),
+                source=chunk.source if merged else 0,
             )
             for part, chunk in zip(parts, self.chunks, strict=True)
         ]
@@ -348,6 +383,10 @@ class DecodeContext(CacheContext):
         if isinstance(layer, LatentAttention):
             rows = self._within(layer.window)
             return layer.attend_rows(query, rows, self.positions, self.lora_adapters)
+        if isinstance(layer, MergedAttention):
+            source = self._source
+            spans = (source.starts, source.lengths, source.longest), self._within(layer.window)
+            return attend_joined_spans(query, layer.cache, spans, layer.scores)
         return layer.kernels.decode_attention(
             query,
             layer.cache,
@@ -357,17 +396,22 @@ class DecodeContext(CacheContext):
         )
 
     def attend_source(self, x: Tensor | Hidden, layer: CrossAttention) -> Tensor:
-        if self.source is None:
-            raise ValueError("the step says nothing of the encoder's inputs")
+        source = self._source
         return layer.kernels.decode_attention(
             layer.query(x),
             layer.cache,
-            self.source.starts,
-            self.source.lengths,
-            self.source.longest,
+            source.starts,
+            source.lengths,
+            source.longest,
             layer.scores,
             positions=self.positions,
         )
+
+    @property
+    def _source(self) -> SourceRows:
+        if self.source is None:
+            raise ValueError("the step says nothing of the encoder's inputs")
+        return self.source
 
     def _within(self, window: int) -> tuple[Tensor, Tensor, int]:
         """Starts, lengths and longest of the last `window` tokens; 0: of all."""
@@ -413,6 +457,7 @@ class EncodeContext(ForwardContext[Tensor | Hidden]):
     def attend(self, x: Tensor | Hidden, layer: SelfAttention) -> Tensor:
         kernels, heads, rotary = layer.kernels, layer.heads, self.rotary[layer.table]
         qkv = scaled(layer.project(x), layer.ia3, self.ia3_tasks)  # [N, q + k + v]
+        qkv = norm_heads(qkv, heads, layer.head_norms, kernels.norm)
         if rotary is not None:
             qkv = kernels.apply_rotary(qkv, heads, rotary)
         out = kernels.attend_spans(qkv, heads, self.spans, layer.scores, window=layer.window)

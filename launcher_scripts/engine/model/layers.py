@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -66,38 +67,6 @@ class Chunk:
     slot: int = 0
     saves: tuple[tuple[int, int], ...] = ()
     draft: bool = False
-
-
-@dataclass(frozen=True)
-class SourceRows:
-    """The encoder's inputs of a decode step's rows: first cache tokens and lengths, both [B], and
-    what bounds the lengths. Hypotheses of one beam search share theirs.
-    """
-
-    starts: Tensor
-    lengths: Tensor
-    longest: int
-
-
-@dataclass(frozen=True)
-class Rows:
-    """The rows of a decode step: first cache tokens, and tokens in the cache so far, both [B].
-
-    longest bounds the lengths, the new tokens included. ia3_tasks [B] are the rows of the IA3
-    factors, lora_adapters [B] the LoRA adapters or NO_TASK. positions [B] are those of the new
-    tokens where they are not the lengths; most [B] how many positions a row may come to have.
-    slots [B] are the rows'. source: where there is an encoder
-    """
-
-    starts: Tensor
-    lengths: Tensor
-    longest: int
-    source: SourceRows | None = None
-    ia3_tasks: Tensor | None = None
-    positions: Tensor | None = None
-    lora_adapters: Tensor | None = None
-    maximum: Tensor | None = None
-    slots: Tensor | None = None
 
 
 # What a pass hands from sublayer to sublayer: Tensor on the general path, Hidden on the fused one.
@@ -332,6 +301,34 @@ class SelfAttention(Attention):
         return (x.float() * torch.rsqrt(mean + weights.eps) * weights.weight).to(dtype)
 
 
+class MergedAttention(SelfAttention):
+    """One softmax over a decoder's tokens and the encoder's inputs, whose states become keys and
+    values by the same projection and do not turn.
+    """
+
+    @cached_property
+    def key_value(self) -> Linear:
+        """The part of in_proj behind the queries, without a norm."""
+        linear, first = self.in_proj, self.heads.num_heads * self.heads.head_size
+        bias, scale = (
+            part if part is None else part[first:] for part in (linear.bias, linear.scale)
+        )
+        return replace(linear.without_norm(), weight=linear.weight[first:], bias=bias, scale=scale)
+
+    def store_source(self, states: Tensor, slots: Tensor, tasks: Tensor | None = None) -> None:
+        """See CrossAttention."""
+        kernels, heads, norms = self.kernels, self.heads, self.head_norms
+        ia3 = None if self.ia3 is None else self.ia3[:, -len(self.key_value.weight) :]
+        key_value = scaled(kernels.project(states, self.key_value), ia3, tasks)
+        if norms is not None:
+            key, value = key_value.chunk(2, 1)
+            rows = key.reshape(-1, heads.head_size)
+            key = kernels.norm(rows, norms.key, key.dtype).view(len(key), -1)
+            key_value = torch.cat([key, value], 1)
+        only = Heads(0, heads.num_kv_heads, heads.head_size)
+        kernels.store_kv(key_value, only, None, slots, self.cache)
+
+
 class CrossAttention(Attention):
     """Attention to the encoder's inputs, whose keys and values are in the cache."""
 
@@ -353,7 +350,7 @@ class CrossAttention(Attention):
         query = self.project(x)
         return query.view(query.shape[0], self.heads.num_heads, self.heads.head_size)
 
-    def store(self, states: Tensor, slots: Tensor, tasks: Tensor | None = None) -> None:
+    def store_source(self, states: Tensor, slots: Tensor, tasks: Tensor | None = None) -> None:
         """Put keys and values of the encoder's states [N, hidden] at cache tokens slots [N].
 
         tasks: [N], each state's row of the IA3 factors

@@ -27,6 +27,7 @@ from launcher_scripts.engine.model.forward_context import (
     DecodeContext,
     MixedContext,
     PrefillContext,
+    Rows,
     Stack,
 )
 from launcher_scripts.engine.model.kv_cache import KVCache
@@ -39,8 +40,8 @@ from launcher_scripts.engine.model.layers import (
     ForwardContext,
     Input,
     Layer,
+    MergedAttention,
     MixtureOfExperts,
-    Rows,
     SelfAttention,
     Sublayer,
 )
@@ -184,7 +185,8 @@ class Network:
         ]
         side = self._side_streams()
         self.stack = Stack(weights.decoder, layers, config.hidden_size, *shared, side)
-        self._readers = [reader for layer in layers for reader in layer.of_kind(CrossAttention)]
+        kinds = CrossAttention, MergedAttention
+        self._readers = [item for layer in layers for kind in kinds for item in layer.of_kind(kind)]
         self.step_unsupported_reasons = unsupported_reasons(
             config, weights.decoder.layers.values(), communicator.tp_size
         )
@@ -229,7 +231,7 @@ class Network:
             spans = [torch.arange(chunk.start - chunk.source, chunk.start) for chunk in chunks]
             slots = torch.cat(spans).to(self.device, non_blocking=True)
             for reader in self._readers:
-                reader.store(encoded.hidden, slots, tasks)
+                reader.store_source(encoded.hidden, slots, tasks)
         return encoded
 
     def prefill(self, prompts: PromptBatch, decoding: tuple[Tensor, Rows] | None = None) -> Tensor:
@@ -377,7 +379,8 @@ class Network:
                 return LatentAttention(weights, *shared, options, window=window, table=table)
             if isinstance(weights, SharingAttentionWeights):
                 return SharingAttention(weights, *shared, options, window=window, table=table)
-            return SelfAttention(weights, *shared, options, window=window, table=table)
+            kind = MergedAttention if weights.reads_source else SelfAttention
+            return kind(weights, *shared, options, window=window, table=table)
         if isinstance(weights, CrossAttentionWeights):
             return CrossAttention(weights, *shared, self._attention_options(layer))
         if isinstance(weights, RecurrentWeights):

@@ -113,7 +113,11 @@ def rotaries(config: Any, device: torch.device) -> tuple[Rotary | None, ...]:
     if config.position_embedding != "rope":
         return (None,)
     if not isinstance(config, GPTConfig):
-        return Rotary(plain_frequencies(config.head_size, config.rotary_base), device), None
+        size, factor = config.head_size, config.rotary_interpolation_factor or 1.0
+        full = Rotary(plain_frequencies(size, config.rotary_base) / factor, device)
+        if config.rotary_local_base is None:
+            return full, None
+        return full, Rotary(plain_frequencies(size, config.rotary_local_base), device), None
     if config.rotary_layer_bases is not None:
         models = (replace(config, rotary_base=base) for base in _bases(config))
         return *(_gpt_rotary(model, device) for model in models), None

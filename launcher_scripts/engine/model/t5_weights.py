@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from launcher_scripts.engine.model.weights import (
     ModelWeights,
     StackWeights,
 )
-from launcher_scripts.kernels.operands import Linear, Norm, RelativeBias, Router
+from launcher_scripts.kernels.operands import HeadNorms, Linear, Norm, RelativeBias, Router
 from launcher_scripts.models.adapters import ATTENTION_ADAPTER, FFN_ADAPTER
 from launcher_scripts.models.agm import AgmConfig
 from launcher_scripts.models.bart import BartConfig
@@ -91,6 +92,10 @@ class T5WeightLoader(WeightLoader):
         stem = "decoder.block.*.layer"
         norm = self._norm(f"{stem}.0.layer_norm", layer)
         in_proj = self._linear(f"{stem}.0.SelfAttention.qkv", layer, norm)
+        if self.config.merged_attention:
+            attention = self._attention("decoder", layer, in_proj, relative)
+            merged = replace(attention, reads_source=True)
+            return LayerWeights.of(merged, self._mlp("decoder", 1, layer))
         source = f"{stem}.1.EncDecAttention"
         source_kv = [f"{source}.{part}" for part in "kv"]
         return LayerWeights.of(
@@ -119,9 +124,15 @@ class T5WeightLoader(WeightLoader):
             out_proj=self._linear(f"{attention}.o", layer),
             output_norm=self._output_norm(stem, layer),
             relative=relative,
+            head_norms=self._head_norms(attention, layer),
             ia3=self._ia3([f"{attention}.{part}" for part in "kv"], layer, width),
             adapter=self._adapter(f"{side}.block.*.{ATTENTION_ADAPTER}", layer),
         )
+
+    def _head_norms(self, attention: str, layer: int) -> HeadNorms | None:
+        if not self.config.qk_norm:
+            return None
+        return HeadNorms(*(self._norm(f"{attention}.{part}_norm", layer) for part in "qk"))
 
     def _output_norm(self, stem: str, layer: int) -> Norm | None:
         return self._norm(f"{stem}.output_norm", layer) if self.config.sandwich_norms else None

@@ -123,6 +123,7 @@ class AttentionWeights(SublayerWeights):
     lora_gate: LoRA | None = None
     value_norm: Norm | None = None
     clip: float | None = None
+    reads_source: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,8 +24,8 @@ from launcher_scripts.engine.messages.plan import (
     RowStart,
     StepShape,
 )
-from launcher_scripts.engine.model.forward_context import StepGraphs
-from launcher_scripts.engine.model.layers import Chunk, Rows
+from launcher_scripts.engine.model.forward_context import Rows, StepGraphs
+from launcher_scripts.engine.model.layers import Chunk
 from launcher_scripts.engine.model.network import Network, PromptBatch
 from launcher_scripts.engine.runner.graphs import bucket_tokens, row_buckets, token_buckets
 from launcher_scripts.engine.runner.prompt_batch import (

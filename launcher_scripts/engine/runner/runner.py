@@ -21,8 +21,8 @@ from launcher_scripts.engine.core.step_outputs import TokenChoice
 from launcher_scripts.engine.distributed.communicator import Communicator
 from launcher_scripts.engine.messages.plan import Bounds, Choice, Plan, RowStart, StepShape
 from launcher_scripts.engine.model.draft_head import DraftHead
-from launcher_scripts.engine.model.forward_context import StepGraphs
-from launcher_scripts.engine.model.layers import Chunk, Rows, SourceRows
+from launcher_scripts.engine.model.forward_context import Rows, SourceRows, StepGraphs
+from launcher_scripts.engine.model.layers import Chunk
 from launcher_scripts.engine.model.network import Encoded, Network
 from launcher_scripts.engine.runner.drafts import DraftModel, Drafts, Lanes
 from launcher_scripts.engine.runner.graphs import (

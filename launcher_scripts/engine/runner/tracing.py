@@ -30,6 +30,7 @@ from launcher_scripts.engine.model.layers import (
     Chunk,
     CrossAttention,
     Layer,
+    MergedAttention,
     MixtureOfExperts,
     SelfAttention,
     Sublayer,
@@ -49,6 +50,7 @@ _KINDS: tuple[tuple[type[Sublayer], str], ...] = (
     (MixtureOfExperts, "experts"),
     (MLP, "mlp"),
     (CrossAttention, "cross_attention"),
+    (MergedAttention, "merged_attention"),
     (SelfAttention, "attention"),
 )
 # Operations of kernels/ops.py whose results are traced, by the name of what they make.
@@ -165,7 +167,7 @@ class _Stage(Network):
         before = 0 if source is None else len(source)
         if source is not None:
             for reader in self._readers:
-                reader.store(source, torch.arange(before), None)
+                reader.store_source(source, torch.arange(before), None)
         chunk = Chunk(before, 0, count, before, prompt_end=count, maximum=count)
         tables = self._tables(positions, self._max_positions_of([chunk]))
         return PrefillContext(
