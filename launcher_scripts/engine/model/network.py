@@ -185,8 +185,9 @@ class Network:
         ]
         side = self._side_streams()
         self.stack = Stack(weights.decoder, layers, config.hidden_size, *shared, side)
-        kinds = CrossAttention, MergedAttention
-        self._readers = [item for layer in layers for kind in kinds for item in layer.of_kind(kind)]
+        self._readers: list[CrossAttention | MergedAttention] = []
+        for layer in layers:
+            self._readers += layer.of_kind(CrossAttention) + layer.of_kind(MergedAttention)
         self.step_unsupported_reasons = unsupported_reasons(
             config, weights.decoder.layers.values(), communicator.tp_size
         )
@@ -379,8 +380,8 @@ class Network:
                 return LatentAttention(weights, *shared, options, window=window, table=table)
             if isinstance(weights, SharingAttentionWeights):
                 return SharingAttention(weights, *shared, options, window=window, table=table)
-            kind = MergedAttention if weights.reads_source else SelfAttention
-            return kind(weights, *shared, options, window=window, table=table)
+            attention = MergedAttention if weights.reads_source else SelfAttention
+            return attention(weights, *shared, options, window=window, table=table)
         if isinstance(weights, CrossAttentionWeights):
             return CrossAttention(weights, *shared, self._attention_options(layer))
         if isinstance(weights, RecurrentWeights):

@@ -132,7 +132,8 @@ class T5WeightLoader(WeightLoader):
     def _head_norms(self, attention: str, layer: int) -> HeadNorms | None:
         if not self.config.qk_norm:
             return None
-        return HeadNorms(*(self._norm(f"{attention}.{part}_norm", layer) for part in "qk"))
+        query, key = (self._norm(f"{attention}.{part}_norm", layer) for part in "qk")
+        return HeadNorms(query, key)
 
     def _output_norm(self, stem: str, layer: int) -> Norm | None:
         return self._norm(f"{stem}.output_norm", layer) if self.config.sandwich_norms else None
