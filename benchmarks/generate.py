@@ -182,7 +182,7 @@ def engine_settings(**more: object) -> EngineSettings:
 
 
 def engine_over(
-    weights: ModelWeights, max_batch_size: int = 8, max_tokens: int = 4096, **more: object
+    weights: ModelWeights, max_batch_size: int = 8, max_tokens: int | None = 4096, **more: object
 ) -> Engine:
     settings = engine_settings(max_batch_size=max_batch_size, max_tokens=max_tokens, **more)
 
