@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,29 @@ def test_megatrons_models_ignore_the_factor_of_their_arguments() -> None:
     assert of_arguments(args, "").notes == ()
     bridge = {**ARGUMENTS, "rope_scaling": True, "rope_scaling_factor": 32.0}
     assert read_core_gpt(of_bridge(bridge, "")).fields["rotary_scaling_factor"] == 32.0
+
+
+@pytest.mark.parametrize("of", [of_arguments, of_bridge])
+def test_latent_attention_until_core_0_13(of: Any) -> None:
+    """Its releases scaled scores by mscale, and called the positions before yarn otherwise."""
+    latent = {
+        **ARGUMENTS,
+        "position_embedding_type": "rope",
+        "multi_latent_attention": True,
+        "qk_layernorm": True,
+        "add_bias_linear": False,
+        "rotary_scaling_factor": 10.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.5,
+        "max_position_embeddings": 4096,
+    }
+    since = {"rope_type": "yarn", "original_max_position_embeddings": 64}
+    newer, older = (read_core_gpt(of(said, "")).fields for said in (latent | since, latent))
+    wanted = latent | since | {"original_max_position_embeddings": 4096}
+    same = read_core_gpt(of(wanted, "")).fields
+    ratio = ((1 + 0.1 * math.log(10)) / (1 + 0.05 * math.log(10))) ** 2
+    assert older["softmax_scale"] == pytest.approx(newer["softmax_scale"] * ratio)
+    assert {**older, "softmax_scale": None} == {**same, "softmax_scale": None} != newer
 
 
 def test_nemos_class_says_whether_ropes_are_scaled() -> None:

@@ -71,6 +71,8 @@ _CLAMPED_GATE = {
     "glu_linear_offset": (1, 1.0),
     "activation_func_clamp_value": (CLAMP,),
 }
+_ORIGINAL_POSITIONS = "original_max_position_embeddings"
+_MSCALE_OF_SCORES = "mscale_of_scores"  # not an option of any tool
 # Norms that are modules of their own -> where both of a layer are; the first that is there says it.
 _SEPARATE_NORMS = {".input_layernorm.": "mcore_local", ".pre_mlp_layernorm.": "mcore_experts"}
 # What only layers of the core's own GPTs can have.
@@ -344,7 +346,10 @@ def _latent(options: CoreOptions, heads: int) -> dict[str, Any]:
     kind = options.choice("rope_type", "yarn", kinds)
     rope, key = options.size("qk_pos_emb_head_dim", 64), options.size("qk_head_dim", 128)
     factor = options.real("rotary_scaling_factor", 40.0)
-    growth = mscale_of(factor, options.get("mscale_all_dim") or 0.0)
+    all_dims = options.get("mscale_all_dim") or 0.0
+    growth = mscale_of(factor, all_dims)
+    of_scores = options.get(_MSCALE_OF_SCORES)
+    scores = mscale_of(factor, all_dims if of_scores is None else of_scores)
     fields: dict[str, Any] = {
         "num_kv_heads": heads,
         "head_size": key + rope,
@@ -353,7 +358,7 @@ def _latent(options: CoreOptions, heads: int) -> dict[str, Any]:
         "q_lora_rank": options.size("q_lora_rank") if options.get("q_lora_rank") else None,
         "rope_head_size": rope,
         "value_head_size": options.size("v_head_dim", 128),
-        "softmax_scale": growth**2 / (key + rope) ** 0.5,
+        "softmax_scale": scores**2 / (key + rope) ** 0.5,
         "rotary_interpolation_factor": 1.0,
     }
     if kind == "yarn":
@@ -363,7 +368,7 @@ def _latent(options: CoreOptions, heads: int) -> dict[str, Any]:
             rope // 2,
             options.real("rotary_base", 10000.0),
             factor,
-            options.size("original_max_position_embeddings", 4096),
+            options.size(_ORIGINAL_POSITIONS, 4096),
             beta_fast=options.real("beta_fast", 32.0),
             beta_slow=options.real("beta_slow", 1.0),
             attention_factor=concentration,
@@ -438,7 +443,23 @@ def of_arguments(args: Mapping[str, Any], origin: str) -> CoreOptions:
     raw["rope_scaling"] = option("use_rope_scaling")
     raw["bias_activation_fusion"] = option("bias_gelu_fusion")
     raw["openai_gelu"] = None  # the core has no such function
+    raw |= _older_latent(args, "rope_type")
     return options
+
+
+def _older_latent(raw: Mapping[str, Any], since: str) -> dict[str, Any]:
+    """Until release 0.13 the core's latent attention took the model's positions for those before
+    yarn, and scaled scores by `mscale`.
+
+    since: an option that all later releases store
+    """
+    positions = raw.get("max_position_embeddings")
+    if since in raw or not raw.get("multi_latent_attention") or positions is None:
+        return {}
+    return {
+        _ORIGINAL_POSITIONS: positions,
+        _MSCALE_OF_SCORES: raw.get("mscale"),
+    }
 
 
 def of_bridge(model: Mapping[str, Any], origin: str) -> CoreOptions:
@@ -458,6 +479,7 @@ def _plain(model: Mapping[str, Any]) -> dict[str, Any]:
     """Functions and types as their names: `_target_` is never called."""
     name = str(model.get("_target_")).rpartition(".")[2]
     defaults = HYBRID_DEFAULTS if _HYBRID.fullmatch(name) else {}
+    defaults = defaults | _older_latent(model, _ORIGINAL_POSITIONS)
     return defaults | {
         key: value if key in _SPEC_OPTIONS else _name(value) for key, value in model.items()
     }
