@@ -8,13 +8,14 @@ already multiplied by sqrt(hidden_size) where the model does so.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 
 from launcher_scripts.common.errors import Problems
 from launcher_scripts.common.parallelism import divisors
 from launcher_scripts.models.family import (
     FORK_ACTIVATIONS,
+    ExpertsOfStacks,
     ModelConfig,
     Partition,
     Source,
@@ -27,13 +28,16 @@ NEVER = -100.0
 
 
 @dataclass(frozen=True)
-class BartConfig(ModelConfig):
+class BartConfig(ExpertsOfStacks, ModelConfig):
     """Hyperparameters of a BART or Marian ("post" norms), or of an mBART, M2M-100 or Pegasus ("pre"
     norms and final ones).
 
     num_layers, num_heads and ffn_size are the encoder's. `activation` "gelu" is the tanh form.
     embedding_norm: the embeddings of both stacks are normalized
     Texts begin with forced_bos_id, where there is one, right after start_id.
+    An NLLB-MoE has num_experts MLPs in the layers that encoder_expert_layers and
+    decoder_expert_layers name. A token goes through experts_per_token of them, weighed by the
+    softmax of their router's scores divided by the sum of theirs, times expert_scale.
     What has no type says in T5Config's words what every BART is, and so do the properties.
     """
 
@@ -62,11 +66,25 @@ class BartConfig(ModelConfig):
     end_id: int = 2
     pad_id: int | None = 1
     forced_bos_id: int | None = None
+    num_experts: int | None = None
+    experts_per_token: int | None = None
+    expert_scale: float | None = None
+    router_bias: bool | None = None
+    encoder_expert_layers: str | None = None
+    decoder_expert_layers: str | None = None
 
     def check(self, problems: Problems) -> None:
         sizes = ("num_decoder_layers", "num_decoder_heads", "decoder_ffn_size", "max_positions")
         choices = {"norm_placement": ("pre", "post"), "activation": FORK_ACTIVATIONS}
         self.check_fields(problems, sizes, choices)
+        self.check_expert_layers(problems)
+        if (
+            self.num_experts is not None
+            and not 1 <= (self.experts_per_token or 0) <= self.num_experts
+        ):
+            problems.add(
+                "experts_per_token must be from 1 to num_experts", got=self.experts_per_token
+            )
         for name in ("num_heads", "num_decoder_heads"):
             self.check_divides(problems, name, "hidden_size")
         if self.forced_bos_id is not None and not 0 <= self.forced_bos_id < self.vocab_size:
@@ -121,6 +139,7 @@ def weights(config: BartConfig) -> list[WeightSpec]:
     "bart_sinusoids":         Marian's and Pegasus' positions are not stored
     "bart_fairseq_sinusoids": nor are M2M-100's
     "bart_unpadded":          no text has the padding token, although the tensors do not say so
+    "bart_experts":           an NLLB-MoE's names
     """
     table = ("vocab_size", "hidden_size")
     head = "shared.weight" if config.tied_embeddings else "lm_head.weight"
@@ -156,10 +175,10 @@ def weights(config: BartConfig) -> list[WeightSpec]:
             specs += _norm(f"{side}.layernorm_embedding")
         if config.norm_placement == "pre":
             specs += _norm(f"{side}.layer_norm")
-    return specs + _layer("encoder") + _layer("decoder")
+    return specs + _layer(config, "encoder") + _layer(config, "decoder")
 
 
-def _layer(side: str) -> list[WeightSpec]:
+def _layer(config: BartConfig, side: str) -> list[WeightSpec]:
     stem = f"{side}.layers.*"
     attention = f"{stem}.self_attn"
     specs = []
@@ -179,8 +198,54 @@ def _layer(side: str) -> list[WeightSpec]:
             specs += _linear(f"{stem}.encoder_attn.{part}_proj", ("hidden_size", "hidden_size"))
         specs += _output(f"{stem}.encoder_attn.out_proj") + _norm(f"{stem}.encoder_attn_layer_norm")
     width = "ffn_size" if side == "encoder" else "decoder_ffn_size"
-    specs += _linear(f"{stem}.fc1", ("hidden_size", width)) + _output(f"{stem}.fc2", width)
-    return specs + _norm(f"{stem}.final_layer_norm")
+    specs += _norm(f"{stem}.final_layer_norm")
+    if config.num_experts is None:
+        return specs + _mlp(stem, width)
+    mlps = [replace(spec, only=f"{side}_is_dense") for spec in _mlp(stem, width)]
+    experts = [
+        spec
+        for expert in range(config.num_experts)
+        for spec in _mlp(f"{stem}.experts.{expert}", width)
+    ]
+    router = f"{stem}.router"
+    experts.append(
+        _row(
+            f"{router}.weight",
+            ("hidden_size", "num_experts"),
+            source={"bart": Source((f"{router}.weight",), "transposed")},
+        )
+    )
+    if config.router_bias:
+        experts.append(_row(f"{router}.bias", ("num_experts",)))
+    mlps += [replace(spec, only=f"{side}_has_experts") for spec in experts]
+    return [_of_experts(spec) for spec in specs + mlps]
+
+
+def _mlp(stem: str, width: str) -> list[WeightSpec]:
+    return _linear(f"{stem}.fc1", ("hidden_size", width)) + _output(f"{stem}.fc2", width)
+
+
+# Parts of names: the BARTs', and those of an NLLB-MoE.
+_EXPERT_NAMES = (
+    ("encoder_attn", "cross_attention"),
+    ("final_layer_norm", "ff_layer_norm"),
+    (".fc", ".ffn.fc"),
+    (".experts.", ".ffn.experts.expert_"),
+    (".router.", ".ffn.router.classifier."),
+)
+
+
+def _of_experts(spec: WeightSpec) -> WeightSpec:
+    """The row with the dialect "bart_experts"."""
+    source = spec.sources["bart"]
+
+    def renamed(key: str) -> str:
+        for old, new in _EXPERT_NAMES:
+            key = key if ".experts." in key and old == ".fc" else key.replace(old, new)
+        return key
+
+    keys = tuple(map(renamed, source.keys))
+    return replace(spec, sources={**spec.sources, "bart_experts": Source(keys, source.layout)})
 
 
 def _linear(stem: str, shape: tuple[str, str]) -> list[WeightSpec]:

@@ -364,6 +364,39 @@ class ModelConfig(ABC):
             problems.add(f"{part} must divide {total}", got=size, choices=divisors(of))
 
 
+class ExpertsOfStacks:
+    """Layers of an encoder and of a decoder in which a token goes through some of several MLPs."""
+
+    num_experts: int | None
+    encoder_expert_layers: str | None
+    decoder_expert_layers: str | None
+
+    def check_expert_layers(self, problems: Problems) -> None:
+        """Note lists of layers without experts, and experts fewer than one."""
+        for name in ("encoder_expert_layers", "decoder_expert_layers"):
+            layers = numbers_in(problems, name, getattr(self, name), int)
+            if layers and self.num_experts is None:
+                problems.add(f"{name} needs num_experts")
+        if self.num_experts is not None:
+            problems.check_minimum("num_experts", self.num_experts, 1)
+
+    def encoder_has_experts(self, layer: int) -> bool:
+        """Return whether tokens go through one of several MLPs in a layer of the encoder."""
+        return str(layer) in (self.encoder_expert_layers or "").split(",")
+
+    def decoder_has_experts(self, layer: int) -> bool:
+        """Return whether tokens go through one of several MLPs in a layer of the decoder."""
+        return str(layer) in (self.decoder_expert_layers or "").split(",")
+
+    def encoder_is_dense(self, layer: int) -> bool:
+        """Return whether a layer of the encoder has one MLP."""
+        return not self.encoder_has_experts(layer)
+
+    def decoder_is_dense(self, layer: int) -> bool:
+        """Return whether a layer of the decoder has one MLP."""
+        return not self.decoder_has_experts(layer)
+
+
 def _check_numbers(problems: Problems, config: Any) -> None:
     """Note the real numbers and token ids of `config` that no model can have.
 

@@ -15,11 +15,11 @@ from math import gcd
 from launcher_scripts.common.errors import Problems
 from launcher_scripts.common.parallelism import divisors
 from launcher_scripts.models.adapters import NO_ADAPTERS, Adapters, AdapterSizes
-from launcher_scripts.models.family import ACTIVATIONS, NORMALIZATIONS, numbers_in
+from launcher_scripts.models.family import ACTIVATIONS, NORMALIZATIONS, ExpertsOfStacks
 
 
 @dataclass(frozen=True)
-class T5Config(AdapterSizes):
+class T5Config(ExpertsOfStacks, AdapterSizes):
     """Hyperparameters of a T5.
 
     num_layers counts the encoder's layers. head_size is independent of hidden_size / num_heads.
@@ -117,34 +117,13 @@ class T5Config(AdapterSizes):
         self._check_experts(problems)
 
     def _check_experts(self, problems: Problems) -> None:
-        for side in ("encoder", "decoder"):
-            name = f"{side}_expert_layers"
-            layers = numbers_in(problems, name, getattr(self, name), int)
-            if layers and self.num_experts is None:
-                problems.add(f"{name} needs num_experts")
+        self.check_expert_layers(problems)
         if self.num_experts is None:
             return
-        problems.check_minimum("num_experts", self.num_experts, 1)
         if self.gated or self.bias or self.sandwich_norms:
             problems.add("experts of a T5 with gates, biases or norms after branches")
         if self.parts.ia3_num_tasks or self.parts.adapter_size:
             problems.add("IA3 and adapters of models with experts are not supported")
-
-    def encoder_has_experts(self, layer: int) -> bool:
-        """Return whether tokens go through one of several MLPs in a layer of the encoder."""
-        return str(layer) in (self.encoder_expert_layers or "").split(",")
-
-    def decoder_has_experts(self, layer: int) -> bool:
-        """Return whether tokens go through one of several MLPs in a layer of the decoder."""
-        return str(layer) in (self.decoder_expert_layers or "").split(",")
-
-    def encoder_is_dense(self, layer: int) -> bool:
-        """Return whether a layer of the encoder has one MLP."""
-        return not self.encoder_has_experts(layer)
-
-    def decoder_is_dense(self, layer: int) -> bool:
-        """Return whether a layer of the decoder has one MLP."""
-        return not self.decoder_has_experts(layer)
 
     def may_list(self, layer: int) -> bool:
         """Both stacks share a list; that of an encoder alone may be a longer decoder's."""

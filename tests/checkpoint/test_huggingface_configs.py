@@ -2,6 +2,7 @@
 
 import copy
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import transformers
 from launcher_scripts.checkpoint.fastertransformer import config_ini
 from launcher_scripts.checkpoint.sources import huggingface_configs as configs
 from launcher_scripts.checkpoint.sources import huggingface_decoders as decoders
+from launcher_scripts.checkpoint.sources import huggingface_experts as experts
 from launcher_scripts.checkpoint.sources import huggingface_gemma as gemma
 from launcher_scripts.checkpoint.sources.huggingface_architectures import architecture, described
 from launcher_scripts.checkpoint.sources.huggingface_raw import RawConfig
@@ -246,6 +248,60 @@ def test_keys_that_a_file_lacks_mean_what_the_class_takes_for_them(said: Any, ca
     assert (found.attention_softcap, found.logits_softcap) == caps
     assert found.sliding_window == (None if said else 4096)
     assert (found.start_id, found.end_id, found.pad_id) == (2, 1, 0)
+
+
+SIZES = {
+    "vocab_size": 67,
+    "hidden_size": 16,
+    "intermediate_size": 8,
+    "moe_intermediate_size": 8,
+    "shared_expert_intermediate_size": 8,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 32,
+    "sliding_window": 7,
+}
+
+
+@pytest.mark.parametrize(
+    ("read", "said", "fields"),
+    [
+        (configs.t5, {**T5, "feed_forward_proj": "gated-gelu"}, {"activation": "gelu"}),
+        (
+            configs.t5,
+            {**T5, "feed_forward_proj": "gated-gelu", "dense_act_fn": "gelu"},
+            {"activation": "gelu_erf", "gated": True},
+        ),
+        (configs.t5, {**T5, "is_gated_act": True}, {"activation": "relu", "gated": True}),
+        (
+            configs.switch_transformers,
+            {**T5, "num_layers": 4, "num_sparse_encoder_layers": 1, "encoder_sparse_step": 2},
+            {"encoder_expert_layers": "1,3"},
+        ),
+        (
+            experts.qwen2_moe,
+            {**SIZES, "num_experts": 4, "use_sliding_window": True, "max_window_layers": 3},
+            {"full_attention_layers": "1,3"},
+        ),
+        (decoders.ministral3, SIZES, {"rotary_scaling": "factors", "rotary_base": 1e6}),
+        (
+            experts.ernie4_5_moe,
+            {**SIZES, "moe_num_experts": 4, "moe_k": 2, "moe_layer_end_index": 4},
+            {"dense_layers": "0"},
+        ),
+        (
+            configs.gpt2,
+            {"vocab_size": 9, "n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 8}
+            | {"scale_attn_weights": False},
+            {"softmax_scale": 1.0},
+        ),
+    ],
+)
+def test_keys_rule_over_one_another_as_in_the_classes(
+    read: Callable[[RawConfig], Any], said: dict[str, Any], fields: dict[str, Any]
+) -> None:
+    config = read(raw(said, *T5_KEYS))
+    assert {name: getattr(config, name) for name in fields} == fields
 
 
 GPT2 = {"model_type": "gpt2", "vocab_size": 9, "n_embd": 8, "n_layer": 1, "n_head": 2}

@@ -418,7 +418,7 @@ def refuse_unwritten(config: Any, raw: Mapping[str, Any] | None) -> None:
     family = family_of(config).name
     name = family if family in NOT_WRITTEN else (raw or {}).get("model_type")
     if getattr(config, "encoder_expert_layers", None):
-        name = "switch_transformers"
+        name = "nllb-moe" if family == "bart" else "switch_transformers"
     if getattr(config, "merged_attention", None):
         name = "t5gemma2"
     if name in NOT_WRITTEN:
@@ -471,7 +471,9 @@ _CLASS_STEMS = {
 _CLASS_ENDS = {"gpt": "ForCausalLM", "t5": "ForConditionalGeneration"}
 _CLASSES = {"gpt2": "GPT2LMHeadModel", "marian": "MarianMTModel"}
 # Models that transformers has no class of, or some of whose tensors have no way back yet.
-NOT_WRITTEN = (*("agm", "nemotron-nas", "switch_transformers", "kimi_linear", "dbrx", "t5gemma2"),)
+NOT_WRITTEN = (
+    *("agm", "nemotron-nas", "switch_transformers", "kimi_linear", "dbrx", "t5gemma2", "nllb-moe"),
+)
 # Model types that only a config.json of their own describes.
 _NOT_PROPOSED = (
     *(*NOT_WRITTEN, "llama4_text", "mimo_v2_flash", "lfm2", "nemotron_h", "bamba"),

@@ -71,7 +71,7 @@ def _heads(block: Sequence[NDArray[Any]], size: int) -> list[NDArray[Any]]:
 
 def _neighbours(head: NDArray[Any], turns: int) -> NDArray[Any]:
     """The rows of a head [in, dimension], those of both halves of what rotates in turn."""
-    rows = copyable(head).T
+    rows, turns = copyable(head).T, turns + turns % 2
     pairs = rows[:turns].reshape(2, turns // 2, *rows.shape[1:]).swapaxes(0, 1)
     full = np.concatenate((pairs.reshape(turns, *rows.shape[1:]), rows[turns:]))
     result: NDArray[Any] = full.view(head.dtype)

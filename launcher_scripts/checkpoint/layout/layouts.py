@@ -124,7 +124,7 @@ def interleaved_heads_side_by_side(tensors: Sequence[NDArray[Any]], config: Any)
     GPT-J stores the halves of what rotates interleaved; here they follow one another.
     """
     query, key, value = tensors
-    turns = config.rotary_size
+    turns = config.rotary_size + config.rotary_size % 2  # a single feature turns with the next
 
     def halves(tensor: NDArray[Any]) -> NDArray[Any]:
         heads = tensor.reshape(-1, config.head_size, *tensor.shape[1:])

@@ -71,7 +71,7 @@ def has_separate_head(raw: RawConfig, ties: bool) -> bool:
 
 
 # Of these, scale_embedding is true where config.json does not say it.
-_SCALED = ("m2m_100", "xglm")
+_SCALED = ("m2m_100", "nllb-moe", "xglm")
 
 
 def _scaled(raw: RawConfig) -> list[str]:
@@ -80,6 +80,10 @@ def _scaled(raw: RawConfig) -> list[str]:
 
 def _m2m_100(raw: RawConfig) -> list[str]:
     return [*_scaled(raw), "_fairseq_sinusoids"]
+
+
+def _nllb_moe(raw: RawConfig) -> list[str]:
+    return [*_m2m_100(raw), "_experts"]
 
 
 def _sinusoidal(raw: RawConfig) -> list[str]:
@@ -305,6 +309,7 @@ ARCHITECTURES = {
     "bart": Architecture("bart", configs.bart, "bart", _SHARED, _scaled),
     "mbart": Architecture("bart", configs.mbart, "bart", _SHARED, _scaled),
     "m2m_100": Architecture("bart", configs.m2m_100, "bart", _SHARED, _m2m_100),
+    "nllb-moe": Architecture("bart", configs.nllb_moe, "bart", _SHARED, _nllb_moe),
     "pegasus": Architecture("bart", configs.pegasus, "bart", _SHARED, _sinusoidal),
     "marian": Architecture("bart", configs.marian, "bart", _SHARED, _marian),
     "agm": Architecture(

@@ -149,6 +149,7 @@ _STEMS = {
     "hunyuan_v1_moe": "hunyuanmoev1",
     "nemotron-nas": "decilm",
     "kimi_k2": "deepseekv3",
+    "nllb-moe": "nllbmoe",
 }
 _ALLOW = "export.model.allow_custom_code_config=True"
 
@@ -215,7 +216,5 @@ NOT_READ = {
     "doge": "its attention masks values by a dynamic mask",
     "laguna": "its attention is gated by a softplus",
     "minimax": "its layers have lightning attention",
-    "nllb-moe": "transformers' class sends every token to its first two experts alone, so that "
-    "nothing says what a right answer is",
     **dict.fromkeys(("led", "longt5"), "its encoder's attention is local, with global tokens"),
 }

@@ -41,15 +41,12 @@ def plain_gpt(raw: RawConfig, hidden: int, heads: int, **fields: Any) -> GPTConf
 def gpt2(raw: RawConfig, **fields: Any) -> GPTConfig:
     """fields: as in plain_gpt"""
     hidden, heads = raw.size("n_embd", "hidden_size"), raw.size("n_head", "num_attention_heads")
-    raw.only(
-        scale_attn_weights=True,
-        scale_attn_by_inverse_layer_idx=False,
-        add_cross_attention=False,
-    )
+    raw.only(scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
     return plain_gpt(
         raw,
         hidden,
         heads,
+        softmax_scale=None if raw.flag("scale_attn_weights", True) else 1.0,
         num_layers=raw.layers("n_layer", "num_hidden_layers"),
         ffn_size=raw.size("n_inner", default=4 * hidden),
         max_positions=raw.size("n_positions", "n_ctx", "max_position_embeddings"),
@@ -267,17 +264,20 @@ def t5(raw: RawConfig, **fields: Any) -> T5Config:
     """fields: what a model type that descends from it says otherwise."""
     encoder_only = not has_decoder(raw)
     layers = raw.layers("num_layers")
-    gated, _, activation = raw.text("feed_forward_proj", default="relu").rpartition("-")
-    if gated not in ("", "gated") or activation not in ACTIVATIONS:
+    kind, _, activation = raw.text("feed_forward_proj", default="relu").rpartition("-")
+    if kind not in ("", "gated") or activation not in ACTIVATIONS:
         raw.problems.add("unknown feed_forward_proj", got=raw("feed_forward_proj"))
-    if activation == "gelu" and gated:
+    if activation == "gelu" and kind:
         activation = "gelu_new"  # transformers calls the tanh form of v1.1 gated-gelu
+    # Where they say something else than feed_forward_proj, they rule.
+    activation = raw.text("dense_act_fn", activation)
+    if activation not in ACTIVATIONS:
+        raw.problems.add("unknown dense_act_fn", got=activation, choices=ACTIVATIONS)
     # The multilingual T5 never scales; for the others absence means the original, scaled T5.
     scaled = raw.flag("scale_decoder_outputs", raw.flag("tie_word_embeddings", True))
     if raw.raw.get("model_type") == "mt5":
         scaled = False
-    # feed_forward_proj rules, and so do the tensors of an encoder alone.
-    raw.unused("dense_act_fn", "is_gated_act", "n_positions", "num_decoder_layers")
+    raw.unused("n_positions", "num_decoder_layers")  # the tensors of an encoder alone rule
     return T5Config(
         vocab_size=raw.size("vocab_size"),
         num_layers=layers,
@@ -290,7 +290,7 @@ def t5(raw: RawConfig, **fields: Any) -> T5Config:
         max_distance=raw.size("relative_attention_max_distance", default=128),
         norm_eps=raw.real("layer_norm_epsilon", default=1e-6),
         activation=ACTIVATIONS.get(activation, "relu"),
-        gated=bool(gated),
+        gated=raw.flag("is_gated_act", bool(kind)),
         logits_scale=raw.size("d_model") ** -0.5 if scaled else 1.0,
         tied_embeddings="lm_head.weight" not in raw.keys,
         encoder_only=encoder_only,
@@ -311,7 +311,7 @@ def switch_transformers(raw: RawConfig) -> T5Config:
 
     Training and transformers drop what an expert gets beyond its capacity; here nothing is.
     """
-    raw.unused("encoder_sparse_step", "decoder_sparse_step", "router_jitter_noise", "router_type")
+    raw.unused("router_jitter_noise", "router_type")
     raw.unused("router_ignore_padding_tokens", "add_router_probs", "router_dtype")
     raw.unused("router_z_loss_coef", "router_aux_loss_coef", "capacity_factor")
     raw.only(num_selected_experts=1, batch_prioritized_routing=False)
@@ -324,15 +324,18 @@ def switch_transformers(raw: RawConfig) -> T5Config:
     for side, count in (("encoder", layers), ("decoder", decoder_layers)):
         sparse = raw.size(f"num_sparse_{side}_layers", default=3, minimum=0)
         step = count // sparse if sparse else count
+        step = raw.size(f"{side}_sparse_step", default=step, minimum=0)
         numbers = (layer for layer in range(count) if step == 1 or (step and layer % step == 1))
         fields[f"{side}_expert_layers"] = layer_list(numbers)
     return t5(raw, num_experts=raw.size("num_experts", default=8), **fields)
 
 
-def _bart(raw: RawConfig, *, pre: bool, embedding_norm: bool, sinusoidal: bool) -> BartConfig:
+def _bart(
+    raw: RawConfig, *, pre: bool, embedding_norm: bool, sinusoidal: bool, **fields: Any
+) -> BartConfig:
     """pre: norms are before the branches, and behind both stacks
 
-    sinusoidal: positions are computed
+    sinusoidal: positions are computed;  fields: of experts
     """
     raw.only(
         normalize_before=pre,
@@ -363,6 +366,7 @@ def _bart(raw: RawConfig, *, pre: bool, embedding_norm: bool, sinusoidal: bool) 
         end_id=raw.token("eos_token_id", 2),
         pad_id=raw.token("pad_token_id", 1),
         forced_bos_id=raw.token("forced_bos_token_id", forced),
+        **fields,
     )
 
 
@@ -379,6 +383,33 @@ def mbart(raw: RawConfig) -> BartConfig:
 def m2m_100(raw: RawConfig) -> BartConfig:
     raw.only(pad_token_id=1)  # positions are counted from it
     return _bart(raw, pre=True, embedding_norm=False, sinusoidal=True)
+
+
+def nllb_moe(raw: RawConfig) -> BartConfig:
+    """An M2M-100 of which every so many layers has experts, two for each token.
+
+    Of what experts add a share is left out in training, and the rest is scaled in inference.
+    """
+    raw.only(pad_token_id=1, second_expert_policy="all", moe_eval_capacity_token_fraction=1.0)
+    raw.unused("expert_capacity", "normalize_router_prob_before_dropping", "router_dtype")
+    raw.unused("batch_prioritized_routing", "router_ignore_padding_tokens")  # nothing is dropped
+    raw.unused("router_z_loss_coef", "router_aux_loss_coef")
+    fields: dict[str, Any] = {}
+    for side in ("encoder", "decoder"):
+        step = raw.size(f"{side}_sparse_step", default=4, minimum=0)
+        numbers = range(step - 1, raw.layers(f"{side}_layers"), step) if step else ()
+        fields[f"{side}_expert_layers"] = layer_list(numbers)
+    return _bart(
+        raw,
+        pre=True,
+        embedding_norm=False,
+        sinusoidal=True,
+        num_experts=raw.size("num_experts", default=128),
+        experts_per_token=2,
+        expert_scale=1.0 - raw.real("moe_token_dropout", 0.2),
+        router_bias=raw.flag("router_bias", False) or None,
+        **fields,
+    )
 
 
 def pegasus(raw: RawConfig) -> BartConfig:

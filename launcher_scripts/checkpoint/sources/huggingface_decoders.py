@@ -11,6 +11,7 @@ from typing import Any
 
 from launcher_scripts.checkpoint.sources.huggingface_raw import RawConfig
 from launcher_scripts.checkpoint.sources.rotary_scaling import (
+    MINISTRAL_YARN,
     Fields,
     first_chunk,
     layer_bases,
@@ -84,14 +85,13 @@ def ministral3(raw: RawConfig) -> GPTConfig:
     """Mistral with YaRN, which makes queries behind the original positions longer: a model has
     none of those.
     """
+    raw.defaults(rope_parameters=MINISTRAL_YARN)
     section = raw.section("rope_parameters", "rope_scaling")
     section.unused("max_position_embeddings")
     fields = rope_of(raw, section, head_size_of(raw))
     if section.real("llama_4_scaling_beta", 0.0):
-        max_positions, original = (
-            raw.size("max_position_embeddings"),
-            original_positions(raw, section),
-        )
+        max_positions = raw.size("max_position_embeddings")
+        original = original_positions(raw, section)
         fields["max_positions"] = min(max_positions, original)
         if original < max_positions:
             raw.notes.append(
@@ -109,13 +109,20 @@ def qwen3(raw: RawConfig) -> GPTConfig:
     return decoder(raw, qk_norm=True, **qwen_windows(raw))
 
 
-def qwen_windows(raw: RawConfig) -> Fields:
-    """The first max_window_layers layers have no window, and only if use_sliding_window."""
+def qwen_windows(
+    raw: RawConfig, full: Callable[[int, int], bool] = lambda layer, first: layer < first
+) -> Fields:
+    """Windows only if use_sliding_window.
+
+    full: of a layer and max_window_layers, whether it has none where layer_types does not say it
+    """
+    layers = raw.layers("num_hidden_layers")
     if not raw.flag("use_sliding_window", False):
-        raw.unused("sliding_window", "max_window_layers", "layer_types")
+        raw.unused("sliding_window", "max_window_layers")
+        raw.only(layer_types=["full_attention"] * layers)
         return {}
-    first = raw.size("max_window_layers", default=raw.layers("num_hidden_layers"), minimum=0)
-    return windows(raw, lambda layer: layer < first)
+    first = raw.size("max_window_layers", default=layers, minimum=0)
+    return windows(raw, lambda layer: full(layer, first))
 
 
 def phi3(raw: RawConfig) -> GPTConfig:

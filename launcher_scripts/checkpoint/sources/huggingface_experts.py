@@ -87,7 +87,7 @@ def qwen2_moe(raw: RawConfig) -> GPTConfig:
         attention_dense_bias=False,
         shared_expert_size=raw.size("shared_expert_intermediate_size"),
         **qwen_experts(raw),
-        **qwen_windows(raw),
+        **qwen_windows(raw, lambda layer, first: layer % 2 == 1 or layer >= first),
     )
 
 
@@ -240,7 +240,8 @@ def ernie4_5_moe(raw: RawConfig) -> GPTConfig:
     raw.unused("moe_norm_min", "moe_capacity")  # against a division by 0; of the training
     layers, interval = raw.layers("num_hidden_layers"), raw.size("moe_layer_interval", default=1)
     first = raw.size("moe_layer_start_index", default=1, minimum=0)
-    last = raw.size("moe_layer_end_index", default=-1, minimum=-1) % layers
+    last = raw.size("moe_layer_end_index", default=-1, minimum=-1)
+    last = layers - 1 if last == -1 else last
     size = raw.size("moe_intermediate_size")
     fields = {
         "num_experts": raw.size("moe_num_experts"),

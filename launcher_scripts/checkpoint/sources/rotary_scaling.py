@@ -15,6 +15,17 @@ from typing import Any
 from launcher_scripts.checkpoint.sources.huggingface_raw import RawConfig
 from launcher_scripts.models.family import layer_list
 
+# A Ministral 3's where config.json has no rope_parameters.
+MINISTRAL_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+
 
 def as_text(numbers: Iterable[float]) -> str:
     """As a configuration holds them."""

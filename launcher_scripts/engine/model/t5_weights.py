@@ -14,7 +14,6 @@ from launcher_scripts.engine.model.weights import (
     AttentionWeights,
     CrossAttentionWeights,
     Embedding,
-    Experts,
     LayerWeights,
     MLPWeights,
     ModelWeights,
@@ -143,7 +142,9 @@ class T5WeightLoader(WeightLoader):
         stem = f"{side}.block.*.layer.{index}"
         norm, inner = self._norm(f"{stem}.layer_norm", layer), f"{stem}.DenseReluDense"
         if getattr(self.config, f"{side}_has_experts")(layer):
-            return self._experts(inner, layer, norm)
+            router = self._unquantized(f"{inner}.router", layer)
+            choice = Router(router, 1, normalized=False)
+            return self._ungated_experts(f"{inner}.experts", ("wi", "wo"), layer, norm, choice)
         return MLPWeights(
             in_proj=self._linear(f"{inner}.wi", layer, norm),
             gate=self._linear(f"{inner}.wi2", layer, norm) if self.config.gated else None,
@@ -151,16 +152,6 @@ class T5WeightLoader(WeightLoader):
             output_norm=self._output_norm(stem, layer),
             ia3=self._ia3([inner], layer),
             adapter=self._adapter(f"{side}.block.*.{FFN_ADAPTER}", layer),
-        )
-
-    def _experts(self, stem: str, layer: int, norm: Norm) -> Experts:
-        """A Switch Transformer's, of which a token goes through one."""
-        stems = [f"{stem}.experts.{expert}" for expert in range(self.config.num_experts or 0)]
-        router = self._unquantized(f"{stem}.router", layer)
-        return Experts(
-            router=Router(router, 1, "softmax", normalized=False),
-            in_proj=self._stacked([f"{name}.wi" for name in stems], layer, norm),
-            out_proj=self._stacked([f"{name}.wo" for name in stems], layer),
         )
 
     def _biases(self, side: str, attention: str, layers: range, bidirectional: bool) -> Biases:
@@ -278,6 +269,14 @@ class BartWeightLoader(WeightLoader):
 
     def _mlp(self, stem: str, layer: int) -> MLPWeights:
         before, after = self._norms(f"{stem}.final_layer_norm", layer)
+        if getattr(self.config, f"{stem.partition('.')[0]}_has_experts")(layer):
+            config = self.config
+            choice = Router(
+                self._unquantized(f"{stem}.router", layer),
+                config.experts_per_token or 1,
+                scaling_factor=config.expert_scale or 1.0,
+            )
+            return self._ungated_experts(f"{stem}.experts", ("fc1", "fc2"), layer, before, choice)
         up = self._linear(f"{stem}.fc1", layer, before)
         return MLPWeights(in_proj=up, out_proj=self._linear(f"{stem}.fc2", layer), norm=after)
 

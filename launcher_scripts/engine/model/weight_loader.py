@@ -20,9 +20,9 @@ from launcher_scripts.checkpoint.formats.source_tensor import BFLOAT16, copied
 from launcher_scripts.common.errors import ConfigError, problem
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.common.quantization import FOUR_BITS, Quantization
-from launcher_scripts.engine.model.weights import Adapter, LoRAKey, ModelWeights
+from launcher_scripts.engine.model.weights import Adapter, Experts, LoRAKey, ModelWeights
 from launcher_scripts.kernels.four_bits import PERIOD
-from launcher_scripts.kernels.operands import Linear, LoRA, Norm
+from launcher_scripts.kernels.operands import Linear, LoRA, Norm, Router
 from launcher_scripts.kernels.quantization import dequantized, quantized, with_alike_scales
 from launcher_scripts.models import family_of
 from launcher_scripts.models.adapters import ADAPTER_NORM_EPS, Adapters, adapters_of
@@ -249,6 +249,19 @@ class WeightLoader(ABC):
                 if getattr(stack, kind) is not None:
                     getattr(stack, kind)[expert] = getattr(part, kind)
         return stack
+
+    def _ungated_experts(
+        self, stem: str, ends: tuple[str, str], layer: int, norm: Norm | None, router: Router
+    ) -> Experts:
+        """MLPs without gates.  ends: of the names of what each one has behind its number"""
+        stems = [f"{stem}.{expert}" for expert in range(self.config.num_experts or 0)]
+        up, down = (
+            self._stacked([f"{name}.{end}" for name in stems], layer, before)
+            for end, before in zip(ends, (norm, None), strict=True)
+        )
+        if down.bias is not None and self.tp_rank:  # the sum over the ranks has it once
+            down = replace(down, bias=torch.zeros_like(down.bias))
+        return Experts(router=router, in_proj=up, out_proj=down)
 
     def _norm(self, name: str, layer: int | None = None) -> Norm:
         bias = None
