@@ -1,24 +1,27 @@
 """New weights under load: the longest pause between two tokens, requests that fail, and sleep.
 
-    python3 -m benchmarks.swap --folder EMPTY_FOLDER --out swap.json [--shape 8b-modern] [--tp 2] \
-        [--clients 128] [--requests 10000] [--swaps 1] [--modes mixed drain] [--refits 3] \
-        [--device-share 0]
+    python3 -m benchmarks.swap --folder EMPTY_FOLDER --out swap.jsonl [--shape 8b-modern] [--tp 2] \
+        [--clients 128] [--requests 10000] [--prompt 16] [--output 16] [--swaps 1] \
+        [--modes mixed drain] [--refits 3] [--no-sleep] [--device-share 0] [--limit 280]
 
 Clients stream from one engine in this process, each with one request at a time, greedy, from random
 bfloat16 weights. Two exports of the same sizes take turns while they do, and then a process that
 stands for a training sends tensors by their names over the socket for refits. For each of them: its
 pause, and the longest time between two tokens of one stream from the call until a second after it,
-and without an exchange. Before the refits the logits must be those of an engine that was started
-with the weights that were exchanged last. At the end the engine sleeps and wakes up.
+and without an exchange. The logits after the last exchange must be those of an engine that was
+started with the same weights; that engine sleeps and wakes up at the end.
 
+Every result is a line of JSON, printed and saved as soon as it is there. --limit ends the program
+after so many seconds and prints what its threads do.
 --device-share 0 keeps new weights in the host's memory, as where the cache has all of the device's.
-There is neither a tritonserver nor a gateway. A few minutes on two cores: --shape tiny --clients 8
+There is neither a tritonserver nor a gateway. A minute on two cores: --shape tiny --clients 8
 --requests 400 --swaps 1.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import subprocess
 import sys
@@ -42,19 +45,43 @@ from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.contract.requests import EXCHANGE_MODES, GenerateRequest
 from launcher_scripts.engine.engine import Engine, EngineSettings
 from launcher_scripts.engine.runner import weight_exchange
-from launcher_scripts.engine.swap import WeightSwaps
+from launcher_scripts.engine.swap import WeightSwaps, probed, relative_difference
 
-PROMPT_TOKENS, OUTPUT_TOKENS = 32, 64
 NAMES = "names.json"  # of tensors, with their shapes
 QUIET_SECONDS = 2.0  # with clients and without an exchange
 PROBE = GenerateRequest(tuple(range(2, 34)), output_len=0, return_context_logits=True)
+SLEEPER = GenerateRequest(PROBE.input_ids, 64)
+RUNS_BEFORE_SLEEP = 3  # that decode steps are recorded
+
+
+class Results:
+    """Lines of JSON with the seconds since the start, printed and appended to a file."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._start = time.perf_counter()
+        self._file = None if path is None else path.open("w", encoding="utf-8")
+        self.sound = True
+
+    def add(self, result: str, *, sound: bool = True, **values: Any) -> None:
+        """Write a result; sound: it is as it must be"""
+        at = round(time.perf_counter() - self._start, 1)
+        line = json.dumps({"result": result, "at": at, **values})
+        self.sound &= sound
+        print(line, flush=True)
+        if self._file is not None:
+            self._file.write(line + "\n")
+            self._file.flush()
 
 
 @dataclass
 class Clients:
-    """Streams of clients, and the times of their tokens."""
+    """Streams of clients, and the times of their tokens.
+
+    lengths: tokens of a prompt and of what it generates
+    """
 
     engine: Engine
+    lengths: tuple[int, int]
     answered: int = 0
     failed: int = 0
     mixed: int = 0
@@ -66,9 +93,9 @@ class Clients:
         """One client until the end."""
         while not self.stopping.is_set():
             times: list[float] = []
-            ids = tuple(2 + (37 * index + number) % 1000 for index in range(PROMPT_TOKENS))
+            ids = tuple(2 + (37 * index + number) % 1000 for index in range(self.lengths[0]))
             future = self.engine.submit(
-                GenerateRequest(ids, OUTPUT_TOKENS),
+                GenerateRequest(ids, self.lengths[1]),
                 lambda _, t=times: t.append(time.perf_counter()),
             )
             try:
@@ -105,15 +132,22 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--clients", type=int, default=128)
     parser.add_argument("--requests", type=int, default=10_000, help="at least")
-    parser.add_argument("--swaps", type=int, default=4, help="at most, of each mode")
+    parser.add_argument("--prompt", type=int, default=16, help="tokens")
+    parser.add_argument("--output", type=int, default=16, help="tokens")
+    parser.add_argument("--swaps", type=int, default=1, help="of each mode")
     parser.add_argument("--modes", nargs="+", choices=EXCHANGE_MODES, default=list(EXCHANGE_MODES))
     parser.add_argument("--refits", type=int, default=3, help="by tensors over the socket")
+    parser.add_argument("--no-sleep", action="store_true")
     parser.add_argument("--device-share", type=float, default=weight_exchange.DEVICE_SHARE)
+    parser.add_argument("--limit", type=float, help="seconds of the whole program")
     parser.add_argument("--send", type=Path, help="a socket (used by the program)")
-    parser.add_argument("--out", type=Path, help="where to write the figures as JSON")
+    parser.add_argument("--out", type=Path, help="where to save the lines")
     arguments = parser.parse_args(argv)
     if arguments.send is not None:
         return send(arguments.send, arguments.folder / NAMES, arguments.refits)
+    if arguments.limit is not None:
+        faulthandler.dump_traceback_later(arguments.limit, exit=True)
+    results = Results(arguments.out)
     weight_exchange.DEVICE_SHARE = arguments.device_share
     config = CONFIGS[arguments.shape] if arguments.shape in CONFIGS else TINY[arguments.shape]
     model = RandomModel("swap", config, arguments.clients, arguments.tp)
@@ -128,80 +162,79 @@ def main(argv: list[str] | None = None) -> int:
         data_type="bf16",
         parallelism=Parallelism(arguments.tp),
         max_batch_size=arguments.clients,
-        max_tokens=2 * arguments.clients * (PROMPT_TOKENS + OUTPUT_TOKENS),
+        max_tokens=2 * arguments.clients * (arguments.prompt + arguments.output),
     )
-    report = measure(settings, folders, arguments)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    report = {"device": device, "torch": torch.__version__, "shape": arguments.shape, **report}
-    print(json.dumps(report, indent=1))
-    if arguments.out is not None:
-        arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    sound = report["equal_to_a_fresh_start"] and report.get("equal_after_wake")
-    return 0 if sound and not report["failed"] and not report["errors"] else 1
+    asked = {name: getattr(arguments, name) for name in ("shape", "tp", "clients", "device_share")}
+    results.add("exports", device=device, torch=torch.__version__, **asked)
+    measure(settings, folders, arguments, results)
+    results.add("end", sound=results.sound)
+    faulthandler.cancel_dump_traceback_later()
+    return int(not results.sound)
 
 
 def measure(
-    settings: EngineSettings, folders: list[Path], arguments: argparse.Namespace
-) -> dict[str, Any]:
+    settings: EngineSettings,
+    folders: list[Path],
+    arguments: argparse.Namespace,
+    results: Results,
+) -> None:
     """Exchange weights while clients stream."""
     engine = Engine.load(settings)
     engine.warm_up()
-    swaps, clients = WeightSwaps(engine), Clients(engine)
+    swaps = WeightSwaps(engine)
+    clients = Clients(engine, (arguments.prompt, arguments.output))
     swaps.warm_up()  # as a server does
+    results.add("started")
     threads = [
         threading.Thread(target=clients.run, args=(number,)) for number in range(arguments.clients)
     ]
+    began = time.perf_counter()
     for thread in threads:
         thread.start()
     time.sleep(QUIET_SECONDS)
     start = time.perf_counter()
     time.sleep(QUIET_SECONDS)
-    rows, quiet, errors = [], clients.longest_gap(start, time.perf_counter()), []
+    quiet = clients.longest_gap(start, time.perf_counter())
+    results.add("no exchange", longest_gap=quiet, answered=clients.answered)
     for number in range(arguments.swaps * len(arguments.modes)):
         mode = arguments.modes[number % len(arguments.modes)]
-        began = time.perf_counter()
+        called = time.perf_counter()
         try:
             result = swaps.swap(folders[(number + 1) % 2], mode).values()
         except LauncherError as error:
-            errors.append(f"{mode}: {error}")
+            results.add("swap", sound=False, mode=mode, error=str(error))
             continue
-        rows.append({"mode": mode, **seconds_of(result), **clients.around(began)})
-        print(json.dumps(rows[-1]), flush=True)
-    logits = engine.submit(PROBE).result().context_logits
-    served = swaps.folder
-    refits = []
+        results.add("swap", mode=mode, **seconds_of(result), **clients.around(called))
+    served, logits = swaps.folder, probe(engine)
     if arguments.refits:
         for reply in sent(swaps, arguments):
             ended = reply.pop("ended")
-            refits.append({**reply, **clients.around(ended - reply["seconds"], ended)})
-            print(json.dumps(refits[-1]), flush=True)
+            results.add("refit", **reply, **clients.around(ended - reply["seconds"], ended))
     while clients.answered + clients.failed < arguments.requests:
         time.sleep(0.1)
     clients.stopping.set()
     for thread in threads:
         thread.join()
-    times: dict[str, Any] = {}
-    try:
-        sleep_and_wake(swaps, engine, times)
-    except LauncherError as error:
-        errors.append(f"sleep and wake: {error}")
+    counts = {"answered": clients.answered, "failed": clients.failed, "mixed": clients.mixed}
+    rate = clients.answered * arguments.output / (time.perf_counter() - began)
+    results.add("requests", sound=not clients.failed, **counts, tokens_per_second=round(rate))
     engine.close()
     fresh = Engine.load(replace(settings, checkpoint_dir=served))
-    expected = fresh.submit(PROBE).result().context_logits
+    expected = probe(fresh)
+    equal, difference = torch.equal(logits, expected), relative_difference(logits, expected)
+    results.add("fresh start", sound=equal, equal_logits=equal, difference=difference)
+    if not arguments.no_sleep:
+        sleep_and_wake(fresh, results)
     fresh.close()
-    return {
-        "clients": arguments.clients,
-        "answered": clients.answered,
-        "failed": clients.failed,
-        "mixed": clients.mixed,
-        "longest_gap_without_an_exchange": quiet,
-        "device_share": arguments.device_share,
-        "exchanges": rows,
-        "refits": refits,
-        **times,
-        "errors": errors,
-        "equal_to_a_fresh_start": bool(rows) and bool(torch.equal(logits, expected)),
-    }
+
+
+def probe(engine: Engine) -> torch.Tensor:
+    """The logits of a prompt that runs alone, as no other rows change its kernels' tiles then."""
+    return engine.between_steps(
+        lambda scheduler: probed(engine.run_alone(scheduler, PROBE)),
+        lambda scheduler: scheduler.make_room(engine.row(PROBE)),
+    )
 
 
 def seconds_of(result: dict[str, Any]) -> dict[str, Any]:
@@ -247,20 +280,24 @@ def send(path: Path, names: Path, count: int) -> int:
     return 0
 
 
-def sleep_and_wake(swaps: WeightSwaps, engine: Engine, times: dict[str, Any]) -> None:
+def sleep_and_wake(engine: Engine, results: Results) -> None:
     """Note the seconds of both, and whether the logits and generated tokens stay."""
-    before = engine.submit(PROBE).result().context_logits
-    request = GenerateRequest(PROBE.input_ids, OUTPUT_TOKENS)
-    ids = engine.submit(request).result().output_ids
+    swaps, before = WeightSwaps(engine), probe(engine)
+    for _ in range(RUNS_BEFORE_SLEEP):
+        ids = engine.submit(SLEEPER).result().output_ids
     for name, function in (("sleep", swaps.sleep), ("wake", swaps.wake)):
         began = time.perf_counter()
-        function()
-        times[f"{name}_seconds"] = time.perf_counter() - began
+        try:
+            function()
+        except LauncherError as error:
+            results.add(name, sound=False, error=str(error))
+            return
+        results.add(name, seconds=time.perf_counter() - began)
     began = time.perf_counter()
-    after = engine.submit(PROBE).result().context_logits
-    times["first_answer_after_wake_seconds"] = time.perf_counter() - began
-    alike = engine.submit(request).result().output_ids == ids
-    times["equal_after_wake"] = alike and bool(torch.equal(before, after))
+    after = probe(engine)
+    seconds = time.perf_counter() - began
+    equal = engine.submit(SLEEPER).result().output_ids == ids and torch.equal(before, after)
+    results.add("awake", sound=equal, equal=equal, first_answer_seconds=seconds)
 
 
 if __name__ == "__main__":
