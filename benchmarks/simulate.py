@@ -39,6 +39,7 @@ from benchmarks.recorded import result
 from benchmarks.serving import INPUTS, OUTPUTS
 from benchmarks.shapes import CONFIGS, GPT_43B, GPT_175B, LLAMA_70B
 from launcher_scripts.common.quantization import KV_CACHE_DTYPES
+from launcher_scripts.contract.metric_names import PREEMPTIONS
 from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.engine.core.results import StepResult, TokenResult
 from launcher_scripts.engine.core.row import Row
@@ -46,6 +47,7 @@ from launcher_scripts.engine.core.scheduler import Scheduler
 from launcher_scripts.engine.core.statistics import Statistics
 from launcher_scripts.engine.engine import STEPS_AHEAD
 from launcher_scripts.engine.messages.plan import Plan
+from launcher_scripts.engine.model.kv_cache import BLOCK_TOKENS
 from launcher_scripts.engine.runner.loading import PREFILL_TOKENS
 from launcher_scripts.engine.runner.prompt_batch import prompt_bucket, recorded_tokens
 from launcher_scripts.models.gpt import GPTConfig
@@ -64,9 +66,6 @@ LAUNCH_SECONDS = 0.3e-3  # of a step that is a graph
 EAGER_SECONDS = 6e-3  # of a pass over prompts that is none
 ROW_SECONDS = 6e-6  # of every row in a step
 CACHE_SHARE = 0.8  # of the read rate, for keys and values; of 1.3B with 128 rows
-COPY_SECONDS = (
-    100e-6  # of every run of cache tokens that is copied, which is read and written twice
-)
 PASS_SECONDS = 25e-6  # of a layer in a pass over prompts, beside its operations
 
 
@@ -142,11 +141,6 @@ class StepTimes:
         passing = PASS_SECONDS * self.config.num_layers
         return work + head + passing + self._cache(context) + self._sums(filled)
 
-    def copies(self, plan: Plan) -> float:
-        """Rows that move within the cache."""
-        moved = 4 * sum(copy.count for copy in plan.copies) * self.cached / self.read_bytes
-        return len(plan.copies) * COPY_SECONDS + moved
-
     def _cache(self, context: int) -> float:
         """Reading the keys and values of so many tokens."""
         return context * self.cached / (self.read_bytes * CACHE_SHARE)
@@ -178,10 +172,11 @@ class Simulation:
         self._statistics = Statistics()
         self._scheduler = Scheduler(
             clients,
-            cache_tokens or clients * (INPUTS[1] + (asked or OUTPUTS[1])),
+            cache_tokens or 2 * clients * (INPUTS[1] + (asked or OUTPUTS[1])),
             PREFILL_TOKENS["cuda"],
             self._statistics,
             recorded_tokens=partial(recorded_tokens, max_rows=clients),
+            block_tokens=BLOCK_TOKENS["cuda"],
         )
         self._times = times
         self._asked_tokens = asked
@@ -214,7 +209,13 @@ class Simulation:
             "tokens_per_s": round(self._tokens / SECONDS),
             "first_token_p50_ms": round(statistics.median(waits) * 1e3, 1),
             "rows": round(statistics.mean(self._running)),
+            "preempted_per_s": round(self._preempted(), 2),
         }
+
+    def _preempted(self) -> float:
+        """Rows a second that are computed again."""
+        samples = self._statistics.samples()
+        return sum(each.value for each in samples if each.name == PREEMPTIONS.name) / self._end
 
     def _arrive(self) -> None:
         while self._asked and self._asked[0] <= self._now:
@@ -246,7 +247,7 @@ class Simulation:
             took = self._times.mixed(prompt_tokens, len(plan.prefill), len(decoding), context)
         else:
             took = self._times.decode(len(decoding), context)
-        self._free = max(self._free, self._now) + took + self._times.copies(plan)
+        self._free = max(self._free, self._now) + took
         return _Step(self, self._free, decoding | ended)
 
     def take(self, at: float, rows: dict[int, Row]) -> list[TokenResult]:

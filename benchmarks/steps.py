@@ -78,6 +78,7 @@ def beam_step_ms(
             source=(0,) * source,
             beams=tuple(range(search * width, (search + 1) * width)),
             stride=extent,
+            spacing=extent,
         )
         for search in range(searches)
     ]

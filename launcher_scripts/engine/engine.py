@@ -151,6 +151,10 @@ class Engine:
         return self._loaded.decoder.cache.capacity
 
     @property
+    def block_tokens(self) -> int:
+        return self._loaded.decoder.cache.table.tokens
+
+    @property
     def cache_tokens_used(self) -> int:
         """Tokens of the cache that belong to rows and sessions now."""
         return 0 if self._scheduler is None else self._scheduler.used_tokens
@@ -198,13 +202,8 @@ class Engine:
         try:
             if self.closed_for:
                 raise BusyError(self.closed_for)
-            check_request(
-                request,
-                self.config,
-                self.cache_tokens,
-                self.settings.max_batch_size,
-                session,
-            )
+            slots, size = self.settings.max_batch_size, self.block_tokens
+            check_request(request, self.config, self.cache_tokens, slots, session, size)
             slot = self.loras.enter(request.lora_adapter, future)
         except RequestError as error:
             future.set_exception(error)
@@ -222,8 +221,8 @@ class Engine:
             row.grows = may_grow(request, self.config) and not self.settings.deterministic
             # By the adapter's number, which is never used again, as its slot is.
             if self.settings.enable_prefix_caching:
-                chunk = self.settings.fixed_chunk
-                row.prefix = prefix_of(request, prompt, row.row_capacity, self.config, chunk)
+                more = size, self.settings.fixed_chunk
+                row.prefix = prefix_of(request, prompt, row.row_capacity, self.config, *more)
         if slot != request.lora_adapter:
             row.request = replace(request, lora_adapter=slot)
         with self._lock:
@@ -422,6 +421,7 @@ class Engine:
             inter_token_target=self.settings.inter_token_target,
             drafts=runner.draft_options,
             snapshots=runner.decoder.cache.row_states.snapshots,
+            block_tokens=runner.decoder.cache.table.tokens,
             stages=stages,
             one_by_one=self.settings.deterministic,
         )

@@ -236,10 +236,38 @@ class Hidden:
 
 
 @dataclass(frozen=True)
+class BlockTable:
+    """Locations of the rows' tokens in the cache, block by block.
+
+    The tokens of a row have consecutive addresses, which columns, chunks and spans count by; block
+    b of the addresses is block entries[b] of the cache.
+
+    entries: int32 [blocks of all addresses, and TABLE_PADDING more], valid blocks everywhere;
+    tokens:  of a block, a power of two
+    """
+
+    entries: Tensor
+    tokens: int
+
+    def locate(self, addresses: Tensor) -> Tensor:
+        """Return the cache tokens at addresses of any shape, int64."""
+        blocks = self.entries[addresses // self.tokens]
+        return blocks.long() * self.tokens + addresses % self.tokens
+
+
+TABLE_PADDING = 1024  # kernels look up whole tiles, also behind the last row's last token
+
+
+def locate(table: BlockTable | None, addresses: Tensor) -> Tensor:
+    """Return the cache tokens at addresses; the same without a table."""
+    return addresses if table is None else table.locate(addresses)
+
+
+@dataclass(frozen=True)
 class RowColumns:
     """The state of the rows in flight, int64 [slots + 1], the last slot one for padding.
 
-    token: the last id chosen;  start: first cache token;  length: tokens in the cache;
+    token: the last id chosen;  start: first address;  length: tokens in the cache;
     source_start, source_length: the same of the encoder's input
     """
 
@@ -248,64 +276,11 @@ class RowColumns:
     length: Tensor
     source_start: Tensor
     source_length: Tensor
+    table: BlockTable | None = None
 
     @property
     def padding(self) -> int:
         return self.token.shape[0] - 1
-
-
-class SamplingColumns(Protocol):
-    """Sampling parameters of the rows in flight, [slots + 1] each, the last slot one for padding.
-
-    Integers are int64, others float32. start: first cache token;  length: tokens in the cache;
-    prompt_length: those that the row has not generated;  token: the last id chosen;  reset_id: the
-    id behind which top_p is initial_top_p again. Most others are named as a request's parameters.
-
-    bias_ids, word_ids, word_lengths: int32 [slots + 1, MAX_LISTED], and bias_values float32: what
-    is added to which logits; the bad words, one after the other, and at the end of each how many
-    tokens it has, 0 elsewhere.  bias_count, word_count: how many entries the lists have
-    """
-
-    start: Tensor
-    length: Tensor
-    prompt_length: Tensor
-    token: Tensor
-    seed: Tensor
-    end_id: Tensor
-    min_length: Tensor
-    top_k: Tensor
-    no_repeat_ngram_size: Tensor
-    bias_count: Tensor
-    word_count: Tensor
-    reset_id: Tensor
-    temperature: Tensor
-    repetition_penalty: Tensor
-    presence_penalty: Tensor
-    frequency_penalty: Tensor
-    output_presence_penalty: Tensor
-    min_p: Tensor
-    top_p: Tensor
-    initial_top_p: Tensor
-    top_p_decay: Tensor
-    top_p_min: Tensor
-    bias_ids: Tensor
-    bias_values: Tensor
-    word_ids: Tensor
-    word_lengths: Tensor
-
-
-class BeamColumns(Protocol):
-    """States of beam search hypotheses, [slots + 1] each; see SamplingColumns.
-
-    beam_score: float32, cumulative log-probability
-    """
-
-    start: Tensor
-    length: Tensor
-    prompt_length: Tensor
-    token: Tensor
-    end_id: Tensor
-    beam_score: Tensor
 
 
 @dataclass(frozen=True)
@@ -321,11 +296,12 @@ class EmbeddingTables:
 class StepRows:
     """The rows of a decode step, int64 [B].
 
-    starts:    first cache tokens
+    starts:    first addresses
     positions: of the new token; lengths: with it
     source_starts, source_lengths: of the encoder's inputs; None without an encoder
-    seen: first cache tokens and lengths of what attention covers; None: of all tokens
+    seen: first addresses and lengths of what attention covers; None: of all tokens
     in_sequence: some may be tokens of one sequence, and attend to one another
+    located: cache tokens of the new ones; None: these are their addresses
     """
 
     starts: Tensor
@@ -335,6 +311,12 @@ class StepRows:
     source_lengths: Tensor | None = None
     seen: tuple[Tensor, Tensor] | None = None
     in_sequence: bool = False
+    located: Tensor | None = None
+
+    @property
+    def slots(self) -> Tensor:
+        """Cache tokens of the new tokens."""
+        return self.starts + self.positions if self.located is None else self.located
 
     def within(self, window: int) -> StepRows:
         """The rows where attention covers the last `window` tokens, the new one included."""
@@ -343,12 +325,12 @@ class StepRows:
 
     @property
     def attended(self) -> tuple[Tensor, Tensor]:
-        """First cache tokens and lengths of what attention covers."""
+        """First addresses and lengths of what attention covers."""
         return self.seen or (self.starts, self.lengths)
 
     @property
     def source(self) -> tuple[Tensor, Tensor]:
-        """First cache tokens and lengths of the encoder's inputs."""
+        """First addresses and lengths of the encoder's inputs."""
         if self.source_starts is None or self.source_lengths is None:
             raise ValueError("the step is of a model without an encoder")
         return self.source_starts, self.source_lengths
@@ -376,16 +358,34 @@ class Heads:
 
 @dataclass(frozen=True)
 class LayerCache:
-    """One layer's keys and values of every row: [kv_heads, tokens, head_size], in the compute type
-    or in e4m3.
+    """One layer's keys and values: [kv_heads, tokens, head_size], in the compute type or in e4m3.
 
-    A row owns a run of consecutive tokens (its extent). arrivals: int32, zeros, at least one per
-    row and query head of a step, where kernels count who has ended; all layers may share them.
+    arrivals: int32, zeros, at least one per row and query head of a step, where kernels count who
+    has ended; all layers may share them.  aligned: rows begin with a block
+    table: None where addresses are cache tokens
     """
 
     keys: Tensor
     values: Tensor
     arrivals: Tensor | None = None
+    table: BlockTable | None = None
+    aligned: bool = True
+
+    def of_row(self, first: int, end: int) -> Tensor | slice:
+        """Return an index of the cache tokens at the addresses from first to end."""
+        if self.table is None:
+            return slice(first, end)
+        return self.table.locate(torch.arange(first, end, device=self.keys.device))
+
+    @property
+    def entries(self) -> Tensor:
+        """Return the table's entries for kernels, which read none where block_tokens is 0."""
+        return self.keys if self.table is None else self.table.entries
+
+    @property
+    def block_tokens(self) -> int:
+        """Return the number of tokens of a block; 0 without a table."""
+        return 0 if self.table is None else self.table.tokens
 
 
 @dataclass(frozen=True)
@@ -426,7 +426,7 @@ class AttentionScores:
 class VarlenBatch:
     """Assignment of a prefill step's tokens to rows: the rows one after the other.
 
-    spans: first cache token, tokens there before, and new tokens of every row
+    spans: first address, tokens there before, and new tokens of every row
     tiles: `pieces` for kernels, int64 [tiles, 4] on the device. A negative number of tokens is of
            those that only fill the step up; empty pieces do nothing. None where no kernel asks.
     """
@@ -436,7 +436,7 @@ class VarlenBatch:
 
     def pieces(self) -> list[tuple[int, int, int, int]]:
         """Runs of at most QUERIES_PER_TILE new tokens of one row: the first one's place in the
-        step, how many, the row's first cache token, the first one's position in the row.
+        step, how many, the row's first address, the first one's position in the row.
         """
         tiles = []
         position = 0

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from launcher_scripts.kernels.operands import (
     AttentionScores,
-    BeamColumns,
     EmbeddingTables,
     ExpertMLPs,
     HeadNorms,
@@ -26,7 +25,6 @@ from launcher_scripts.kernels.operands import (
     RotaryTable,
     Router,
     RowColumns,
-    SamplingColumns,
     Spans,
     StepRows,
     VarlenBatch,
@@ -37,7 +35,7 @@ from launcher_scripts.kernels.reference_recurrence import (
     Mamba2Operands,
     States,
 )
-from launcher_scripts.kernels.reference_sampling import BeamShape
+from launcher_scripts.kernels.reference_sampling import BeamColumns, BeamShape, SamplingColumns
 
 
 class Ops(Protocol):

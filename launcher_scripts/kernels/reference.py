@@ -32,6 +32,7 @@ from launcher_scripts.kernels.operands import (
     RowLoRA,
     StepRows,
     XIELUCurve,
+    locate,
 )
 from launcher_scripts.kernels.quantization import dequantized, saturated
 
@@ -306,15 +307,16 @@ def begin_step(
     ids, starts, positions = (
         column[slots] for column in (columns.token, columns.start, columns.length)
     )
-    history[starts + positions] = ids
+    slots_of_tokens = locate(columns.table, starts + positions)
+    history[slots_of_tokens] = ids
     columns.length.index_add_(0, slots, (slots != columns.padding).long())
     x = embed(ids, tables.tokens, tables.first_id)
     if tables.positions is not None:
         x = x + embed(positions, tables.positions, 0)
-    rows = StepRows(starts, positions, positions + 1)
+    rows = StepRows(starts, positions, positions + 1, located=slots_of_tokens)
     if sources:
         source = columns.source_start[slots], columns.source_length[slots].clamp(min=1)
-        rows = StepRows(starts, positions, positions + 1, *source)
+        rows = replace(rows, source_starts=source[0], source_lengths=source[1])
     return hidden(x, norm_of_next, tables.tokens.dtype), rows
 
 
@@ -367,7 +369,7 @@ def project_heads(
     rotary: of every position;  norms: of every head's queries and keys, before they are rotated
     """
     qkv = project_hidden(x, linear)
-    return store_kv(qkv, heads, rows.rotary(rotary), rows.starts + rows.positions, cache, norms)
+    return store_kv(qkv, heads, rows.rotary(rotary), rows.slots, cache, norms)
 
 
 def attend_own(

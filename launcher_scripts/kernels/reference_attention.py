@@ -21,6 +21,7 @@ from launcher_scripts.kernels.operands import (
     RotaryTable,
     Spans,
     VarlenBatch,
+    locate,
 )
 from launcher_scripts.kernels.quantization import saturated
 
@@ -95,8 +96,8 @@ def context_attention(
     """Causal attention of one row's new tokens: [n, heads * head_size].
 
     query [n, heads, head_size] holds positions past..past+n-1; the row's keys and values are
-    already in the cache from token `start` on. With a `window` each token attends to itself and the
-    window - 1 before it; 0: to all. All attend to the `source` tokens right before `start`, too.
+    already in the cache from address `start` on. With a `window` each token attends to itself and
+    the window - 1 before it; 0: to all. All attend to the `source` tokens right before `start`, too.
     """
     at_once = QUERIES_AT_ONCE if window else max(query.shape[0], 1)
     outputs = []
@@ -104,11 +105,12 @@ def context_attention(
         first = max(0, past - window + 1) if window else 0  # keys before it are seen by none
         bias = _causal_bias(piece, past, first, scores, window)
         total = past + piece.shape[0]
-        spans = [slice(start + first, start + total)]
+        spans = [cache.of_row(start + first, start + total)]
         if source:
             if bias is None:
                 bias = query.new_full((1, total, total), float("-inf")).float().triu(1)
-            bias, spans = functional.pad(bias, (source, 0)), [slice(start - source, start), *spans]
+            bias = functional.pad(bias, (source, 0))
+            spans = [cache.of_row(start - source, start), *spans]
         key, value = (
             _for_heads(torch.cat([part[:, span] for span in spans], 1), query)
             for part in (cache.keys, cache.values)
@@ -322,7 +324,7 @@ def decode_attention(
 ) -> Tensor:
     """Attention of one new token per row: [B, heads * head_size].
 
-    query [B, heads, head_size]; row b attends to the lengths[b] cache tokens from starts[b] on,
+    query [B, heads, head_size]; row b attends to the lengths[b] tokens from address starts[b] on,
     its own included where they are its own. `longest` bounds the lengths. A relative bias counts
     from the rows' positions [B].
 
@@ -333,6 +335,7 @@ def decode_attention(
     rows, num_heads, head_size = query.shape
     offsets = torch.arange(longest, device=query.device)
     tokens = torch.where(offsets < lengths[:, None], starts[:, None] + offsets, starts[:, None])
+    tokens = locate(cache.table, tokens)
     group = num_heads // cache.keys.shape[0]
     key = cache.keys[:, tokens].float()  # [kv_heads, B, T, head_size]
     value = cache.values[:, tokens].float()
@@ -359,9 +362,9 @@ def attend_joined_spans(
     spans: Sequence[tuple[Tensor, Tensor, int]],
     scores: AttentionScores,
 ) -> Tensor:
-    """decode_attention where a row attends to several runs of cache tokens.
+    """decode_attention where a row attends to several runs of its tokens.
 
-    spans: of each run the rows' starts, lengths and what bounds these; only scale and softcap of
+    spans: of each run the rows' first addresses, lengths and what bounds these; only scale and softcap of
            the scores are looked at
     """
     rows, num_heads, size = query.shape
@@ -370,7 +373,7 @@ def attend_joined_spans(
         offsets = torch.arange(longest, device=query.device)
         seen.append(offsets < lengths[:, None])
         tokens.append(torch.where(seen[-1], starts[:, None] + offsets, starts[:, None]))
-    indices, visible = torch.cat(tokens, 1), torch.cat(seen, 1)
+    indices, visible = locate(cache.table, torch.cat(tokens, 1)), torch.cat(seen, 1)
     key, value = cache.keys[:, indices].float(), cache.values[:, indices].float()
     grouped = query.float().view(rows, len(key), -1, size).transpose(0, 1)  # [kv, B, g, D]
     values = _scaled(grouped @ key.transpose(-1, -2), scores)

@@ -19,15 +19,73 @@ A search of width W has W hypotheses in slots of their own. See reference.py.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from launcher_scripts.kernels.operands import BeamColumns, SamplingColumns
+from launcher_scripts.kernels.operands import BlockTable, locate
 
 # What a hypothesis that ended loses, so that it goes on only where nothing else can.
 DONE_SCORE = -1e9
 COPIED_TOKENS = 4096
+
+
+class SamplingColumns(Protocol):
+    """Sampling parameters of the rows in flight, [slots + 1] each, the last slot one for padding.
+
+    Integers are int64, others float32. start: first address in the table, where there is one;
+    length: tokens in the cache;
+    prompt_length: those that the row has not generated;  token: the last id chosen;  reset_id: the
+    id behind which top_p is initial_top_p again. Most others are named as a request's parameters.
+
+    bias_ids, word_ids, word_lengths: int32 [slots + 1, MAX_LISTED], and bias_values float32: what
+    is added to which logits; the bad words, one after the other, and at the end of each how many
+    tokens it has, 0 elsewhere.  bias_count, word_count: how many entries the lists have
+    """
+
+    table: BlockTable | None
+    start: Tensor
+    length: Tensor
+    prompt_length: Tensor
+    token: Tensor
+    seed: Tensor
+    end_id: Tensor
+    min_length: Tensor
+    top_k: Tensor
+    no_repeat_ngram_size: Tensor
+    bias_count: Tensor
+    word_count: Tensor
+    reset_id: Tensor
+    temperature: Tensor
+    repetition_penalty: Tensor
+    presence_penalty: Tensor
+    frequency_penalty: Tensor
+    output_presence_penalty: Tensor
+    min_p: Tensor
+    top_p: Tensor
+    initial_top_p: Tensor
+    top_p_decay: Tensor
+    top_p_min: Tensor
+    bias_ids: Tensor
+    bias_values: Tensor
+    word_ids: Tensor
+    word_lengths: Tensor
+
+
+class BeamColumns(Protocol):
+    """States of beam search hypotheses, [slots + 1] each; see SamplingColumns.
+
+    beam_score: float32, cumulative log-probability
+    """
+
+    table: BlockTable | None
+    start: Tensor
+    length: Tensor
+    prompt_length: Tensor
+    token: Tensor
+    end_id: Tensor
+    beam_score: Tensor
 
 
 @dataclass(frozen=True)
@@ -125,7 +183,7 @@ def reorder_beams(
     mask = positions >= columns.prompt_length[slots][:, None]
     nowhere = pool.shape[3] - 1  # the token that belongs to no row
     source, target = (
-        torch.where(mask, columns.start[of][:, None] + positions, nowhere)
+        torch.where(mask, locate(columns.table, columns.start[of][:, None] + positions), nowhere)
         for of in (parents, slots)
     )
     copy_tokens(pool, ids, source, target)
@@ -181,7 +239,7 @@ class Words:
         length, start = columns.length[row_slots], columns.start[row_slots]
         size = self.prefix.shape[1]
         offsets = length[:, None] - size + torch.arange(size, device=slots.device)  # [W, P]
-        written = history[start[:, None] + offsets.clamp(min=0)]
+        written = history[locate(columns.table, start[:, None] + offsets.clamp(min=0))]
         matches = ((self.prefix < 0) | (self.prefix == written)).all(-1)
         return matches & (length >= self.length - 1)
 
@@ -339,8 +397,9 @@ def forbid(
         positions = torch.arange(longest, device=slots.device)[None]  # [1, T]
         follows = (n > 0) & (positions >= n - 1) & (positions < length)  # [B, T]
         for back in range(1, min(size, longest + 1)):
-            earlier = history[start + (positions - back).clamp(min=0).minimum(length - 1)]
-            latest = history[start + (length - back).clamp(min=0)]
+            before = (positions - back).clamp(min=0).minimum(length - 1)
+            earlier = history[locate(columns.table, start + before)]
+            latest = history[locate(columns.table, start + (length - back).clamp(min=0))]
             follows &= (earlier == latest) | (back >= n)
         forbidden |= _counts(follows, slots, columns, history, scores.shape[1]) > 0
     return scores.masked_fill(forbidden, NEGATIVE_INFINITY)
@@ -352,7 +411,7 @@ def _counts(
     """Return how often the rows have each id where `chosen`, bool [B, T]: float32 [B, vocab]."""
     offsets = torch.arange(chosen.shape[1], device=slots.device)
     where = torch.where(chosen, columns.start[slots][:, None] + offsets, 0)
-    written = history[where]
+    written = history[locate(columns.table, where)]
     valid = chosen & (written >= 0) & (written < vocab)  # virtual tokens are negative
     ids = torch.where(valid, written, vocab)
     counts = torch.zeros(slots.shape[0], vocab + 1, device=slots.device)

@@ -235,7 +235,7 @@ def test_a_cancelled_search_gives_back_all_of_its_places():
 
 def test_clients_come_and_go():
     """Rows of all kinds from six threads, some cancelled; at the end every place is free."""
-    crowd = engine_for(GPT, random_tensors(GPT), max_batch_size=20, max_tokens=900)
+    crowd = engine_for(GPT, random_tensors(GPT), max_batch_size=20, max_tokens=960)
     rows = mixed_requests()
     wanted = [texts(crowd.submit(row).result(60)) for row in rows]
     wrong: list[int] = []
@@ -258,7 +258,7 @@ def test_clients_come_and_go():
     for thread in threads:
         thread.join(60)
     assert wrong == []
-    everything = request(PROMPT, 41, 20)  # 20 slots, 20 * (5 + 41 - 1) tokens
+    everything = request(PROMPT, 41, 20)  # 20 slots, 20 * 3 blocks
     assert len(texts(crowd.submit(everything).result(60))) == 20
     crowd.close()
 

@@ -17,7 +17,6 @@ from torch import Tensor
 from launcher_scripts.common.errors import CheckpointError, ConfigError, Problems
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
-from launcher_scripts.engine.core import step_budget
 from launcher_scripts.engine.engine import STEPS_AHEAD, EngineSettings
 from launcher_scripts.engine.messages.plan import Plan, Proposal
 from launcher_scripts.engine.runner.drafts import DraftModel
@@ -184,7 +183,6 @@ def test_proposals_are_those_of_the_formulas(
     """Wherever a row begins, moves to, or is computed again; all features are the model's."""
     monkeypatch.setitem(STEPS_AHEAD, "cpu", ahead)
     monkeypatch.setitem(PREFILL_TOKENS, "cpu", budget)
-    monkeypatch.setattr(step_budget, "GROWN_TOKENS", 6)
     draw, stem = random.Random(tokens), text(33, 5)
     options = {"max_tokens": tokens, "max_batch_size": 8, "enable_prefix_caching": caching}
     engine = engine_for(CONFIG, TENSORS, draft=HEADS[kind], **options)

@@ -14,7 +14,6 @@ import torch
 from launcher_scripts.common.errors import ConfigError, Problems
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.contract.requests import GenerateOutput, GenerateRequest, SamplingParameters
-from launcher_scripts.engine.core import step_budget
 from launcher_scripts.engine.core.hypotheses import PromptLookup
 from launcher_scripts.engine.core.row import Row
 from launcher_scripts.engine.core.step_budget import plan_drafts
@@ -72,7 +71,7 @@ def row_of(prompt: int, answer: int, count: int, prefix: tuple[int, ...] = ()) -
     row = Row(request, Future[GenerateOutput](), ids, 66, slots=(3,), start=0)
     row.tokens = list(range(100, 100 + answer))
     row.prefilled, row.launched = len(ids), answer
-    row.reserve(row.capacity)
+    row.reserve(row.row_capacity)
     return row
 
 
@@ -223,7 +222,6 @@ def test_the_model_itself_foretells_everything(
     """So its cache has the right keys wherever a row begins, moves to, or is computed again."""
     monkeypatch.setitem(STEPS_AHEAD, "cpu", ahead)
     monkeypatch.setitem(PREFILL_TOKENS, "cpu", budget)
-    monkeypatch.setattr(step_budget, "GROWN_TOKENS", 6)
     draw, stem = random.Random(tokens), text(33, 5)
     engine = engine_for(
         CONFIG,
@@ -308,10 +306,11 @@ def test_a_row_of_virtual_tokens_does_without() -> None:
 
 def test_both_caches_are_planned() -> None:
     """As many tokens as there is memory for in both."""
-    engine = engine_for(CONFIG, TENSORS, max_tokens=300, draft=(SMALLER, random_tensors(SMALLER)))
+    engine = engine_for(CONFIG, TENSORS, max_tokens=304, draft=(SMALLER, random_tensors(SMALLER)))
     runner = engine._loaded
     assert runner.draft is not None
-    assert runner.draft.decoder.cache.capacity == runner.decoder.cache.capacity == 300
+    assert runner.draft.decoder.cache.capacity == runner.decoder.cache.capacity == 304
+    assert runner.draft.decoder.cache.table is runner.decoder.cache.table
     engine.close()
 
 

@@ -11,7 +11,6 @@ import pytest
 from launcher_scripts.common.errors import RequestError
 from launcher_scripts.contract import metric_names as names
 from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
-from launcher_scripts.engine.core import step_budget
 from launcher_scripts.engine.core.hypotheses import PromptLookup
 from launcher_scripts.engine.core.requests import check_request
 from launcher_scripts.engine.core.session import Session
@@ -130,7 +129,6 @@ def test_rows_that_move_and_wait_again_take_their_drafts_along(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(STEPS_AHEAD, "cpu", 1)
-    monkeypatch.setattr(step_budget, "GROWN_TOKENS", 6)
     plain = engine_for(CONFIG, TENSORS)
     small = engine_for(
         CONFIG, TENSORS, max_batch_size=12, max_tokens=150, enable_prefix_caching=True

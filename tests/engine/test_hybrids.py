@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from launcher_scripts.common.parallelism import Parallelism
 from launcher_scripts.contract import metric_names as names
 from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
-from launcher_scripts.engine.core import step_budget
+from launcher_scripts.engine.core import row_allocator
 from launcher_scripts.engine.core.session import Session
 from launcher_scripts.engine.engine import Engine, EngineSettings
 from launcher_scripts.engine.runner import loading
@@ -266,7 +266,7 @@ def served(
     model = made(request.param)
     model.save_pretrained(folder / "hf")
     patch = pytest.MonkeyPatch()
-    patch.setattr(step_budget, "SNAPSHOT_TOKENS", 32)
+    patch.setattr(row_allocator, "SNAPSHOT_TOKENS", 32)
     result = Served(model, export_folder(folder / "hf", folder))
     yield result
     result.engine.close()

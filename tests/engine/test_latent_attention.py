@@ -68,7 +68,7 @@ def test_a_token_takes_what_the_formula_says(dtype: str, size: int) -> None:
         _, runner = runner_for(config, random_tensors(config), data_type=dtype, max_tokens=50)
         cache = runner.decoder.cache
         assert cache.token_bytes == 3 * (12 + 4) * size
-        assert cache.layers[0].keys.shape == (1, 51, 16)
+        assert cache.layers[0].keys.shape == (1, 80, 16)
 
 
 def test_steps_take_the_fast_path() -> None:

@@ -27,6 +27,7 @@ from launcher_scripts.engine.messages.message import (
     encode,
 )
 from launcher_scripts.engine.messages.plan import (
+    AssignedBlocks,
     Choice,
     Draft,
     Move,
@@ -61,7 +62,8 @@ WHOLE_PLAN = Plan(
     drafts=(Draft(4, 30, (8,), 2), Draft(5, 30, (8, 9))),
     proposals=(Proposal(4, 29, (7, 8), 2),),
     longest=40,
-    moves=(Move(0, 1, 2, 3),),
+    moves=(Move(0, 2),),
+    blocks=(AssignedBlocks(1, -1, (3, 4)),),
     masks=(TokenMask(3, b"\0\xff\n"),),
     record=(StepShape(8, 64, 0, Choice.SAMPLED),),
 )

@@ -6,23 +6,25 @@ The decisions are seen in plans, without tensors; test_prefix_sharing has the an
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from launcher_scripts.contract import metric_names as names
 from launcher_scripts.contract.requests import GenerateRequest, SamplingParameters
 from launcher_scripts.engine.core.prefix_cache import CachedPrefix, Prefix, PrefixCache, prefix_of
 from launcher_scripts.engine.core.results import StepResult, TokenResult
 from launcher_scripts.engine.core.row import Row
-from launcher_scripts.engine.core.scheduler import TOKENS_WORTH_A_STEP, Scheduler
-from launcher_scripts.engine.messages.plan import Copy, Plan
-from launcher_scripts.engine.model import kv_cache
-from launcher_scripts.engine.model.kv_cache import ExtentAllocator, KVCache, LayerStates, TokenState
-from launcher_scripts.kernels.quantization import FP8
+from launcher_scripts.engine.core.row_allocator import TOKENS_WORTH_A_STEP
+from launcher_scripts.engine.core.scheduler import Scheduler
+from launcher_scripts.engine.messages.plan import Plan
+from launcher_scripts.engine.model.kv_cache import Block
 from launcher_scripts.models.adapters import Adapters, PromptTask
 from launcher_scripts.models.family import ModelConfig
 from tests.engine.small_models import (
@@ -41,20 +43,26 @@ def text(length: int, seed: int = 0) -> Ids:
     return tuple(source.randrange(67) for _ in range(length))
 
 
-def prefix(ids: Sequence[int], salt: bytes = b"", start: int = 0) -> Prefix:
-    made = Prefix(salt, start=start)
+def prefix(ids: Sequence[int], salt: bytes = b"") -> Prefix:
+    made = Prefix(salt, 16)
     made.set_text(ids)
     return made
 
 
-def kept(cache: PrefixCache, ids: Ids, length: int) -> Prefix:
+def kept(cache: PrefixCache, ids: Ids, length: int) -> list[Block]:
     """What stays of a row with these ids that has come, run and ended."""
-    start = cache.allocate(length)
-    assert start is not None
-    made = prefix(ids, start=start)
-    cache.add(made)
-    cache.keep(made, ids, length)
-    return made
+    blocks = cache.allocate(cache.blocks(length))
+    assert blocks is not None
+    digests = prefix(ids).digests
+    cache.publish(blocks, digests)
+    for block in blocks[: len(digests)]:
+        block.computed = True
+    cache.free(blocks)
+    return blocks
+
+
+def found(cache: PrefixCache, ids: Ids) -> int:
+    return cache.find(prefix(ids).digests).tokens
 
 
 def test_a_digest_says_all_that_stands_before() -> None:
@@ -73,87 +81,104 @@ def test_a_digest_says_all_that_stands_before() -> None:
     assert prefix((-1, -2, *text(14))).digests != prefix((-1, -3, *text(14))).digests
 
 
-def test_a_kept_extent_is_cut_to_its_blocks_and_counts_as_free() -> None:
-    cache = PrefixCache(100)
+def test_full_blocks_of_a_row_that_ended_are_found_and_count_as_free() -> None:
+    cache = PrefixCache(96, 16)
     first = kept(cache, text(40), 60)
-    assert (first.tokens, cache.free_tokens) == (32, 100)
-    assert cache.allocate(68) == 32  # beside it
-    assert cache.find(prefix(text(80)).digests) == CachedPrefix(0, 32, 32)
-    cache.free(32, 68)
-    assert cache.allocate(100) == 0  # and in its place
-    assert cache.find(first.digests).tokens == 0
+    assert cache.free_blocks == 6
+    assert cache.find(prefix(text(80)).digests) == CachedPrefix(tuple(first[:2]), 32, 32)
+    beside = cache.allocate(4)
+    assert not {*first[:2]} & {*beside}
+    assert found(cache, text(40)) == 32
+    cache.free(beside)
+    assert len(cache.allocate(6)) == 6  # and in their place
+    assert found(cache, text(40)) == 0
 
 
-def test_the_least_recently_used_is_given_up() -> None:
-    cache = PrefixCache(96)
-    texts = [kept(cache, text(32, seed), 32) for seed in range(3)]
-    assert cache.find(texts[0].digests).tokens == 32
-    assert cache.allocate(32) == texts[1].start
-    assert [cache.find(each.digests).tokens for each in texts] == [32, 0, 32]
+def test_the_least_recently_used_is_given_up_from_its_end() -> None:
+    cache = PrefixCache(96, 16)
+    texts = [text(32, seed) for seed in range(3)]
+    for ids in texts:
+        kept(cache, ids, 32)
+    used = cache.find(prefix(texts[0]).digests).blocks
+    cache.share(used)
+    cache.free(used)
+    cache.allocate(1)
+    assert [found(cache, ids) for ids in texts] == [32, 16, 32]
+    cache.allocate(1)
+    assert [found(cache, ids) for ids in texts] == [32, 0, 32]
 
 
 def test_what_others_have_is_not_kept_twice() -> None:
-    cache = PrefixCache(200)
-    long, short = kept(cache, text(64), 64), kept(cache, text(40), 40)
-    assert (long.tokens, short.tokens) == (64, 0)
-    assert cache.allocate(136) == 64
+    cache = PrefixCache(96, 16)
+    first = cache.allocate(2)
+    second = kept(cache, text(32), 32)
+    cache.publish(first, prefix(text(32)).digests)
+    cache.free(first)
+    assert cache.find(prefix(text(32)).digests).blocks == tuple(second)
+    assert len(cache._unused) == 2
 
 
 def test_nothing_is_given_up_for_a_row_that_must_wait_anyway() -> None:
-    cache = PrefixCache(96)
-    first = kept(cache, text(32), 32)
-    assert cache.allocate(16) == 32
-    assert cache.allocate(49) is None
-    assert cache.find(first.digests).tokens == 32
-    assert cache.allocate(48) == 48
+    cache = PrefixCache(96, 16)
+    kept(cache, text(32), 32)
+    cache.allocate(1)
+    assert cache.allocate(6) is None
+    assert found(cache, text(32)) == 32
+    assert len(cache.allocate(5)) == 5
 
 
-def test_rows_get_a_gap_whenever_there_is_one_without_what_is_kept() -> None:
-    draw, cache = random.Random(3), PrefixCache(300)
-    held: list[Prefix] = []
-    lengths: dict[Prefix, int] = {}
-    refused = found = 0
-    for number in range(3000):
-        if held and draw.random() < 0.55:
-            row = held.pop(draw.randrange(len(held)))
-            ids = text(draw.randrange(lengths[row] + 1), seed=number % 4)
-            found += cache.find(prefix(ids).digests).tokens > 0
-            cache.keep(row, ids, lengths[row])
-        else:
-            length = draw.randrange(1, 120)
-            plain = ExtentAllocator(300)
-            plain._free = gaps((row.start, lengths[row]) for row in held)
-            start = cache.allocate(length)
-            assert (start is None) == (plain.allocate(length) is None)
-            if start is None:
-                refused += 1
+def test_a_block_that_was_not_computed_is_not_found_again() -> None:
+    cache = PrefixCache(96, 16)
+    blocks = cache.allocate(2)
+    cache.publish(blocks, prefix(text(32)).digests)
+    blocks[0].computed = True
+    assert cache.find(prefix(text(32)).digests)[1:3] == (16, 32)
+    cache.free(blocks)
+    assert cache.find(prefix(text(32)).digests)[1:3] == (16, 16)
+
+
+@given(steps=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 7), st.integers(1, 90))))
+def test_every_block_is_free_or_used_as_often_as_it_is_counted(
+    steps: list[tuple[int, int, int]],
+) -> None:
+    """Whatever comes, shares, ends and is forgotten; what is found holds what is sought."""
+    cache, rows, holds = PrefixCache(160, 16), [], {}
+    for action, number, length in steps:
+        if action < 3:
+            ids = text(length, number % 3)
+            digests = prefix(ids).digests
+            shared = cache.find(digests).blocks
+            assert [holds[block] for block in shared] == digests[: len(shared)]
+            cache.share(shared)
+            blocks = cache.allocate(cache.blocks(length) - len(shared))
+            if blocks is None:
+                cache.free(shared)
                 continue
-            assert all(start + length <= r.start or r.start + lengths[r] <= start for r in held)
-            held.append(Prefix(b"", start=start))
-            lengths[held[-1]] = length
-            cache.add(held[-1])
-        assert cache.free_tokens == 300 - sum(lengths[row] for row in held)
-        spans = [(row.start, lengths[row]) for row in held]
-        spans += [(each.start, each.tokens) for each in cache._cached]
-        assert sorted(cache._free) == gaps(spans)
-    assert min(refused, found) > 50
-
-
-def gaps(spans: Iterable[tuple[int, int]], capacity: int = 300) -> list[tuple[int, int]]:
-    """What lies between spans (start, length), which never overlap."""
-    found, end = [], 0
-    for start, length in [*sorted(spans), (capacity, 0)]:
-        assert start >= end
-        if start > end:
-            found.append((end, start - end))
-        end = start + length
-    return found
+            row = [*shared, *blocks]
+            cache.publish(row, digests)
+            holds |= dict(zip(row, digests, strict=False))
+            rows.append(row)
+        elif action < 5 and rows:
+            row = rows[number % len(rows)]
+            for block in row[: length // 16]:
+                block.computed = True
+            if action == 4:
+                cache.free(rows.pop(number % len(rows)))
+        elif action == 5 and number == 0:
+            cache.clear()
+            assert not any(found(cache, text(90, seed)) for seed in range(3))
+        counts = Counter(block for row in rows for block in row)
+        idle = [*cache._free, *cache._unused]
+        assert len({*idle, *counts}) == len(idle) + len(counts) == 10
+        assert all(block.rows == count for block, count in counts.items())
+        assert not any(block.rows for block in idle)
+        assert all(vars(block) == vars(Block(block.number)) for block in cache._free)
 
 
 def row(prompt: Ids, output_len: int = 4, config: ModelConfig = CONFIG, **more: Any) -> Row:
     request = GenerateRequest(prompt, output_len, **more)
     made = Row(request, Future(), prompt, end_id=END)
-    made.prefix = prefix_of(request, prompt, made.row_capacity, config)
+    made.prefix = prefix_of(request, prompt, made.row_capacity, config, 16)
     return made
 
 
@@ -198,7 +223,9 @@ def test_a_prompt_begins_after_what_a_row_in_flight_has_computed() -> None:
     step(scheduler)
     scheduler.add(second)
     plan = step(scheduler)
-    assert plan.copies == (Copy(first.start, second.start, 32),)
+    assert second.blocks[:2] == first.blocks[:2]
+    assert second.blocks[2] not in first.blocks
+    assert scheduler.used_tokens == 16 * (4 + 1)
     assert parts(plan) == [(second.slot, 32, 11)]
     assert plan.starts[0].ids == second.prompt
 
@@ -211,14 +238,14 @@ def test_the_last_token_of_a_prompt_is_computed() -> None:
 
 
 def test_rows_that_come_together_compute_their_common_prefix_once() -> None:
-    """64 clients with 1,000 tokens in common: one computes them, 63 copy them a step later."""
+    """64 clients with 1,000 tokens in common: one computes them, 63 share them a step later."""
     system = text(1008)
     rows = [row((*system, *text(20, seed))) for seed in range(1, 65)]
     scheduler = scheduler_with(*rows)
     one, two = step(scheduler), step(scheduler)
-    assert (len(one.starts), len(one.copies), len(one.prefill)) == (64, 0, 1)
-    assert {copy.count for copy in two.copies} == {1008}
-    assert len({copy.target for copy in two.copies}) == 63
+    assert (len(one.starts), len(one.prefill)) == (64, 1)
+    assert {part.past for part in two.prefill} == {1008}
+    assert scheduler.used_tokens == 1008 + 64 * 32
     assert sum(part.count for plan in (one, two) for part in plan.prefill) == 1008 + 64 * 20
     assert all(each.tokens for each in rows)
 
@@ -274,7 +301,7 @@ def test_the_next_turn_of_a_chat_finds_what_was_generated() -> None:
     history = (*text(30), *(5,) * 50)
     scheduler.add(row((*history, 1, 2)))
     plan = step(scheduler)
-    assert [copy.count for copy in plan.copies] == [64]  # of 79: the last token was not fed back
+    assert parts(plan) == [(0, 64, 18)]  # of 79: the last token was not fed back
 
 
 def test_a_row_that_is_cancelled_leaves_what_was_computed() -> None:
@@ -284,7 +311,6 @@ def test_a_row_that_is_cancelled_leaves_what_was_computed() -> None:
     step(scheduler)
     assert first.future.cancel()
     plan = step(scheduler)
-    assert [copy.count for copy in plan.copies] == [192]
     assert parts(plan) == [(1, 192, 100)]
     assert waits.future.cancel()
     assert scheduler.plan() is None
@@ -302,13 +328,10 @@ def test_a_row_that_waits_may_be_cancelled() -> None:
 
 def test_a_row_may_take_the_place_where_its_prefix_is() -> None:
     """The cache has room for one row, and that goes on with the last one's text."""
-    scheduler = scheduler_with(row(text(10), 8), row(text(64), 33), tokens=120)
+    scheduler = scheduler_with(row(text(10), 8), row(text(64), 33), tokens=128)
     run_out(scheduler)
     scheduler.add(row((*text(64), *(5,) * 32, 1, 1), 20))
-    plan = step(scheduler)
-    ((copy, start),) = zip(plan.copies, plan.starts, strict=True)
-    assert copy == Copy(17, start.start, 96)
-    assert start.start == 0
+    assert parts(step(scheduler)) == [(1, 96, 2)]
 
 
 def test_only_the_prompt_of_a_beam_search_is_kept() -> None:
@@ -319,8 +342,10 @@ def test_only_the_prompt_of_a_beam_search_is_kept() -> None:
     assert beams.future.cancel()
     scheduler.add(row((*text(40), 1), sampling=sampling))
     plan = scheduler.plan()
-    assert [copy.count for copy in plan.copies] == [32]
-    assert scheduler.used_tokens == 2 * 44
+    assert [(part.past, part.count) for part in plan.prefill] == [(32, 9)]
+    (beams,) = scheduler.rows
+    assert beams.blocks[:2] == beams.copies[0][:2]
+    assert scheduler.used_tokens == 32 + 2 * 16
 
 
 @pytest.mark.parametrize(
@@ -336,11 +361,11 @@ def test_what_is_asked_of_all_tokens_is_computed(asks: dict[str, Any]) -> None:
     step(scheduler)
     scheduler.add(row(text(100), **asks))
     plan = step(scheduler)
-    assert (plan.copies, plan.prefill[0].count) == ((), 100)
+    assert plan.prefill[0].count == 100
     assert values(scheduler._statistics, names.PREFIX_QUERIES) == {"": 100}
 
 
-def test_copied_tokens_are_counted() -> None:
+def test_cached_tokens_are_counted() -> None:
     scheduler = scheduler_with(*(row((*text(100), *text(10, seed))) for seed in range(3)))
     run_out(scheduler)
     assert values(scheduler._statistics, names.PREFIX_QUERIES) == {"": 330}
@@ -379,7 +404,7 @@ def test_what_else_decides_keys_and_values_is_a_salt() -> None:
         run_out(scheduler)
         for other in SALTS:
             scheduler.add(row(text(40), config=ADAPTED, **other))
-            assert bool(scheduler.plan().copies) == (more is other)
+            assert bool(scheduler.plan().prefill[0].past) == (more is other)
             scheduler.rows[0].future.cancel()
             scheduler = scheduler_with(row(text(40), config=ADAPTED, **more))
             run_out(scheduler)
@@ -404,25 +429,4 @@ def test_rows_that_turn_at_other_speeds_share_nothing() -> None:
 
 def test_an_encoder_decoder_shares_nothing() -> None:
     request = GenerateRequest(text(40), 4)
-    assert prefix_of(request, text(40), 44, t5_config(**GOOGLE)) is None
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, FP8])
-def test_runs_are_copied_in_order_and_over_themselves(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
-) -> None:
-    monkeypatch.setattr(kv_cache, "COPIED_TOKENS", 8)
-    states = {layer: LayerStates(TokenState(2, 2, 4)) for layer in range(2)}
-    cache = KVCache(states, 100, dtype, torch.device("cpu"))
-    (pool,) = cache.pools
-    pool.copy_(torch.randn(pool.shape))
-    cache.ids[:] = torch.arange(101)
-    before = {layer: pools.keys.clone() for layer, pools in cache.layers.items()}
-    cache.copy_runs([Copy(50, 45, 30), Copy(45, 10, 20), Copy(80, 45, 3), Copy(90, 90, 5)])
-    expected = torch.arange(101)
-    expected[45:75] = torch.arange(50, 80)
-    expected[10:30] = torch.arange(50, 70)
-    expected[45:48] = torch.arange(80, 83)
-    assert torch.equal(cache.ids, expected)
-    for layer, pools in cache.layers.items():
-        assert torch.equal(pools.keys.float(), before[layer][:, expected].float())
+    assert prefix_of(request, text(40), 44, t5_config(**GOOGLE), 16) is None

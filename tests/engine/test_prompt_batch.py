@@ -91,7 +91,7 @@ def test_parts_come_apart_as_they_were_packed():
     batch = unpacked(prompts.to_device(torch.device("cpu"), NOWHERE, None), exact, prompts.spans)
     assert batch.ids.tolist() == [*range(5), *range(100, 103), *range(264, 324)]
     assert batch.positions.tolist() == [*range(5), 27, 28, 29, *range(64, 124)]
-    assert batch.slots.tolist() == [*range(10, 15), 120, 121, 122, *range(264, 324)]
+    assert batch.addresses.tolist() == [*range(10, 15), 120, 121, 122, *range(264, 324)]
     assert batch.spans.tiles.tolist() == [[0, 5, 10, 0], [5, 3, 100, 20], [8, 60, 200, 64]]
     assert (batch.row_slots.tolist(), batch.lengths.tolist()) == ([0, 1, 2], [5, 23, 124])
     assert batch.last.tolist() == [4, 7, 0]
@@ -104,7 +104,7 @@ def test_what_fills_up_goes_nowhere():
     sizes = prompts.bucket(8)
     assert sizes == Sizes(tokens=128, tiles=19, rows=16)
     batch = unpacked(prompts.to_device(torch.device("cpu"), NOWHERE, sizes), sizes, prompts.spans)
-    assert set(batch.slots[67:].tolist()) == {NOWHERE.token}
+    assert set(batch.addresses[67:].tolist()) == {NOWHERE.token}
     assert set(batch.row_slots[2:].tolist()) == set(batch.finished[2:].tolist()) == {NOWHERE.slot}
     assert batch.spans.tiles[3].tolist() == [67, -61, 0, 0]
     assert not batch.spans.tiles[4:].any()
@@ -125,9 +125,9 @@ def test_a_shape_is_recorded_on_nobodys_tokens():
     first, second = prompts_of(graphs.recorded)
     assert first == [Sizes(64, 3, 1), 0, Choice.GREEDY]
     assert second == [Sizes(60, 2, 1, 4), 256, Choice.GREEDY]
-    scratch = runner.decoder.cache.scratch
+    tokens = runner.decoder.cache.capacity
     assert torch.equal(runner.states.length, before[0])
-    assert torch.equal(runner.decoder.cache.ids[:scratch], before[1][:scratch])
+    assert torch.equal(runner.decoder.cache.ids[:tokens], before[1][:tokens])
 
 
 @pytest.mark.parametrize(

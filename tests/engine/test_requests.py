@@ -177,10 +177,15 @@ def test_rope_has_no_position_table_but_a_cache():
 
 
 def test_every_hypothesis_needs_room():
+    """In whole blocks, of which they share those that the prompt fills."""
     wide = request(output_len=48, beam_width=4)
-    check_request(wide, CONFIG, cache_tokens=200, slots=4)
-    with pytest.raises(RequestError, match=r"48 and beam_width 4 need 200 tokens .* holds 199"):
-        check_request(wide, CONFIG, cache_tokens=199, slots=4)
+    check_request(wide, CONFIG, cache_tokens=256, slots=4, block_tokens=16)
+    with pytest.raises(RequestError, match=r"48 and beam_width 4 need 256 tokens .* holds 240"):
+        check_request(wide, CONFIG, cache_tokens=240, slots=4, block_tokens=16)
+    long = request(tuple(range(20)), output_len=12, beam_width=4)
+    check_request(long, CONFIG, cache_tokens=80, slots=4, block_tokens=16)
+    with pytest.raises(RequestError, match="need 80 tokens"):
+        check_request(long, CONFIG, cache_tokens=79, slots=4, block_tokens=16)
 
 
 def test_the_others_go_on():

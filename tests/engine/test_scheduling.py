@@ -19,7 +19,6 @@ from launcher_scripts.engine.core.row import Row
 from launcher_scripts.engine.core.scheduler import Scheduler
 from launcher_scripts.engine.messages.plan import Plan
 from launcher_scripts.engine.model.kv_cache import (
-    ExtentAllocator,
     LayerStates,
     TokenState,
     bytes_per_token,
@@ -381,38 +380,8 @@ def test_a_row_that_finds_no_place_is_not_held_when_it_does():
     assert scheduler.plan() is None
 
 
-def test_extents_merge_when_freed():
-    extents = ExtentAllocator(10)
-    places = [extents.allocate(length) for length in (3, 3, 3)]
-    assert places == [0, 3, 6]
-    assert extents.allocate(2) is None
-    extents.free(0, 3)
-    extents.free(6, 3)
-    assert (extents.free_tokens, extents.allocate(5)) == (7, None)
-    extents.free(3, 3)
-    assert extents.allocate(10) == 0
-    extents.free(0, 10)
-    assert extents.allocate(10) == 0
-
-
-def test_extents_never_overlap():
-    source, extents = random.Random(5), ExtentAllocator(97)
-    held: list[tuple[int, int]] = []
-    for _ in range(2000):
-        if held and source.random() < 0.5:
-            extents.free(*held.pop(source.randrange(len(held))))
-            continue
-        length = source.randrange(1, 30)
-        start = extents.allocate(length)
-        if start is not None:
-            assert all(start + length <= s or s + n <= start for s, n in held)
-            assert start + length <= 97
-            held.append((start, length))
-        assert extents.free_tokens == 97 - sum(length for _, length in held)
-
-
 def test_the_cache_is_planned_from_memory():
     states = [LayerStates(TokenState(2, 2, 16))] * 3
     assert bytes_per_token(states, torch.float16) == 3 * 2 * 2 * 16 * 2
-    assert plan_capacity(1000, 10, 5000) == 500
-    assert plan_capacity(100, 10, 5000) == 100
+    assert plan_capacity(1000, 8, 5000, 16, slots=3) == 480  # a block is for padding
+    assert plan_capacity(100, 8, 5000, 16, slots=3) == 112

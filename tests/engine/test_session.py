@@ -104,7 +104,7 @@ def windowed_next(network: Network, text: Sequence[int], window: int) -> int:
 @pytest.mark.parametrize("memory", [7, 16])
 def test_attention_covers_the_last_tokens_only(kind, memory):
     config, tensors = KINDS[kind], random_tensors(KINDS[kind])
-    engine = engine_for(config, tensors, max_tokens=2 * memory)
+    engine = engine_for(config, tensors, max_tokens=2 * memory + 16)
     answers = play(engine, Session(200, memory), TURNS)
     engine.close()
     decoder = runner_for(config, tensors)[1].decoder

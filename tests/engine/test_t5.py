@@ -126,8 +126,8 @@ def test_neighbours_do_not_change_results(engine):
 
 
 def test_what_finds_no_room_waits():
-    """Extents hold source and output; a full cache delays rows and loses none."""
-    loaded = engine_for(CONFIG, TENSORS, max_tokens=64)
+    """Blocks hold source and output; a full cache delays rows and loses none."""
+    loaded = engine_for(CONFIG, TENSORS, max_tokens=80)
     requests = [GenerateRequest(source, 20) for source in sources(10, seed=2)]
     futures = [loaded.submit(request) for request in requests]
     plain = Plain(CONFIG, TENSORS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from launcher_scripts.engine.core import step_budget
+from launcher_scripts.engine.core import row_allocator
 from tests.engine.small_models import engine_for, random_tensors
 from tests.engine.test_growing_rows import check_answers
 from tests.gpu.test_engine import MODERN, wider
@@ -17,8 +17,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda")]
 def test_answers_are_those_of_the_cpu(
     monkeypatch: pytest.MonkeyPatch, changes: dict[str, object], caching: bool
 ) -> None:
-    monkeypatch.setattr(step_budget, "GROWN_TOKENS", 5)
-    monkeypatch.setattr(step_budget, "SPARE_SHARE", 0.0)
+    monkeypatch.setattr(row_allocator, "SPARE_SHARE", 0.0)
     config = wider(**changes)
     tensors = random_tensors(config)
     large = engine_for(config, tensors)

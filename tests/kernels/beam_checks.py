@@ -22,6 +22,7 @@ from tests.kernels.kernel_checks import (
     INTERPRETED,
     fused,
     pytestmark,  # noqa: F401 - pytest reads it
+    random_table,
 )
 
 SEARCHES, EXTENT, PROMPT = 3, 24, 5
@@ -42,6 +43,7 @@ def searches_of(width: int, length: int) -> tuple[RowStates, torch.Tensor]:
             request=GenerateRequest((), 0, SamplingParameters(beam_width=width)),
             beams=tuple(range(first, first + width)),
             stride=EXTENT,
+            spacing=EXTENT,
         )
         for first in range(0, count, width)
     ]
@@ -102,7 +104,9 @@ def test_keys_and_values_follow(width, dtype, size, monkeypatch):
     monkeypatch.setattr(beams, "TILE", 256)
     for length, count in ((PROMPT, 4), (PROMPT + 2, 4), (EXTENT, 16)):
         states, slots = searches_of(width, length)
-        tokens = EXTENT * SEARCHES * width + 1
+        blocks = EXTENT * SEARCHES * width // 4 + 1
+        tokens = 4 * blocks + 1
+        states.table = random_table(blocks, 4)
         pool = torch.randn(2, 2, 1, tokens, size, device=DEVICE).to(dtype)
         ids = torch.randint(100, (tokens,), device=DEVICE)
         within = torch.randint(width, (slots.shape[0],), device=DEVICE).view(-1, width)

@@ -24,7 +24,9 @@ from launcher_scripts.kernels.cuda import (  # noqa: E402
 )
 from launcher_scripts.kernels.cuda.compiling import DotTile  # noqa: E402
 from launcher_scripts.kernels.operands import (  # noqa: E402
+    TABLE_PADDING,
     AttentionScores,
+    BlockTable,
     EmbeddingTables,
     HeadNorms,
     Heads,
@@ -249,10 +251,12 @@ def test_decode_attention(dtype, kept, longest, alibi):
     slopes = torch.tensor(alibi_slopes(6), device=DEVICE) if alibi else None
     for sinks in (None, 3 * random(6)):
         scores = AttentionScores(12**-0.5, slopes=slopes, sinks=sinks)
-        arguments = (query, cache, starts, lengths, longest, scores)
-        got = fused.decode_attention(*arguments)
-        assert not got.isnan().any()
-        assert_close(got, reference.decode_attention(*arguments), dtype)
+        rows = (starts, lengths, longest, scores)
+        want = reference.decode_attention(query, cache, *rows)
+        for local in (cache, scattered(cache, 16 if longest == 70 else 64)):
+            got = fused.decode_attention(query, local, *rows)
+            assert not got.isnan().any()
+            assert_close(got, want, dtype)
 
 
 @pytest.mark.parametrize(("longest", "many"), [(70, 2), (70, 99), (300, 2)])
@@ -269,9 +273,9 @@ def test_decode_attention_of_many_heads(longest, many, monkeypatch):
         for part in parts(cache):
             part[:, start : start + length] = random(1, length, 12)
     scores = AttentionScores(12**-0.5)
-    arguments = (random(2, 2, 12), cache, starts, lengths, longest, scores)
-    got = fused.decode_attention(*arguments)
-    assert_close(got, reference.decode_attention(*arguments), torch.float32)
+    query, rows = random(2, 2, 12), (starts, lengths, longest, scores)
+    got = fused.decode_attention(query, scattered(cache, 64), *rows)
+    assert_close(got, reference.decode_attention(query, cache, *rows), torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -721,6 +725,29 @@ def poisoned_cache(heads: Heads, tokens: int, dtype: torch.dtype) -> LayerCache:
     return LayerCache(
         *(torch.full(shape, float("nan"), dtype=dtype, device=DEVICE) for _ in range(2))
     )
+
+
+def scattered(cache: LayerCache, size: int) -> LayerCache:
+    """The same tokens in blocks of `size`, in any order; the addresses are the tokens before."""
+    tokens = cache.keys.shape[1]
+    table = random_table(-(-tokens // size), size)
+    order = table.entries[: -(-tokens // size)].tolist()
+    pools = []
+    for part in parts(cache):
+        shape = (part.shape[0], size * len(order), part.shape[2])
+        pool = torch.full(shape, float("nan"), dtype=part.dtype, device=DEVICE)
+        for block, number in enumerate(order):
+            run = part[:, block * size : (block + 1) * size]
+            pool[:, number * size : number * size + run.shape[1]] = run
+        pools.append(pool)
+    return replace(cache, keys=pools[0], values=pools[1], table=table)
+
+
+def random_table(blocks: int, size: int) -> BlockTable:
+    """Blocks of `size` tokens in any order."""
+    entries = torch.zeros(blocks + TABLE_PADDING, dtype=torch.int32, device=DEVICE)
+    entries[:blocks] = torch.randperm(blocks, device=DEVICE)
+    return BlockTable(entries, size)
 
 
 def parts(cache: LayerCache) -> tuple[torch.Tensor, torch.Tensor]:

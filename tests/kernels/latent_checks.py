@@ -22,6 +22,7 @@ from tests.kernels.kernel_checks import (
     coarser,
     pytestmark,  # noqa: F401 - pytest reads it
     random,
+    scattered,
     seeded,  # noqa: F401 - pytest uses it
 )
 
@@ -75,6 +76,6 @@ def test_attend_latents(dtype, kept, sizes, rows):
     starts = lengths.cumsum(0) - lengths
     of_rows = starts, lengths, max(LENGTHS)
     scores = AttentionScores((key + rope) ** -0.5)
-    got = fused.attend_latents(query, up, cache, of_rows, scores)
+    got = fused.attend_latents(query, up, scattered(cache, 64), of_rows, scores)
     want = reference.attend_latents(query, up, cache, of_rows, scores)
     assert_close(got, want, dtype)

@@ -21,23 +21,24 @@ from tests.kernels.kernel_checks import (
     pytestmark,  # noqa: F401 - pytest reads it
     random,
     reference,
+    scattered,
     seeded,  # noqa: F401 - a fixture
 )
 
 # First cache token, tokens there before, new tokens: short and long rows, begun and new ones.
-SPANS = ((300, 0, 70), (2, 130, 3), (500, 0, 1), (150, 63, 65), (380, 0, 64))
+SPANS = ((320, 0, 70), (0, 130, 3), (576, 0, 1), (192, 63, 65), (448, 0, 64))
 
-KINDS = ("plain", "alibi", "relative", "window", "wide window", "softcap", "sinks")
+KINDS = ("plain", "unaligned", "alibi", "relative", "window", "wide window", "softcap", "sinks")
 GROUPED, OTHERS = (Heads(4, 2, 12),), (Heads(2, 2, 16), Heads(2, 1, 160))
 # Types and heads that Hopper's own kernel takes.
 HALVES = [(dtype, dtype) for dtype in DOT_TYPES if dtype != torch.float32]
 PAIRS = (Heads(4, 2, 64), Heads(8, 2, 128))
 
 
-def filled_cache(heads: Heads, dtype: torch.dtype):
-    """Values where the rows of SPANS have tokens, NaN elsewhere."""
-    cache = poisoned_cache(heads, 520, dtype)
-    for start, past, count in SPANS:
+def filled_cache(heads: Heads, dtype: torch.dtype, spans=SPANS):
+    """Values where the rows of spans have tokens, NaN elsewhere."""
+    cache = poisoned_cache(heads, 640, dtype)
+    for start, past, count in spans:
         for part in parts(cache):
             shape = (heads.num_kv_heads, past + count, heads.head_size)
             part[:, start : start + past + count] = random(*shape, dtype=dtype)
@@ -55,14 +56,15 @@ def with_tiles(spans: VarlenBatch) -> VarlenBatch:
     [
         *product(CACHES[::3], GROUPED, KINDS),
         *product(CACHES, OTHERS, ("plain", "window")),
-        *product(HALVES, PAIRS, ("plain",)),
+        *product(HALVES, PAIRS, ("plain", "unaligned")),
     ],
     ids=str,
 )
 def test_prompt_attention(types, heads, kind):
     dtype, kept = types
-    cache = filled_cache(heads, kept)
-    spans = VarlenBatch(SPANS)
+    is_aligned = kind != "unaligned"
+    spans = VarlenBatch(tuple((start + (not is_aligned), *row) for start, *row in SPANS))
+    cache = replace(filled_cache(heads, kept, spans.spans), aligned=is_aligned)
     query = random(270, heads.num_heads, heads.head_size, dtype=dtype)
     scores, window = AttentionScores(heads.head_size**-0.5), 0
     if kind == "alibi":
@@ -76,7 +78,8 @@ def test_prompt_attention(types, heads, kind):
         scores, window = replace(scores, sinks=3 * random(heads.num_heads)), 40
     if kind == "softcap":
         scores = AttentionScores(0.7, 1.5)
-    got = fused.prompt_attention(query, cache, with_tiles(spans), scores, window=window)
+    blocks = scattered(cache, 16 if kind == "window" else 64)
+    got = fused.prompt_attention(query, blocks, with_tiles(spans), scores, window=window)
     assert not got.isnan().any()
     assert not got[203:].any()
     want = reference.prompt_attention(query[:203], cache, spans, scores, window=window)
@@ -87,5 +90,5 @@ def test_pieces_hold_every_new_token_once():
     pieces = VarlenBatch(SPANS).pieces()
     places = [place + token for place, size, _, _ in pieces for token in range(size)]
     assert places == list(range(203))
-    assert pieces[:2] == [(0, 64, 300, 0), (64, 6, 300, 64)]
-    assert pieces[2] == (70, 3, 2, 130)
+    assert pieces[:2] == [(0, 64, 320, 0), (64, 6, 320, 64)]
+    assert pieces[2] == (70, 3, 0, 130)

@@ -21,6 +21,7 @@ from tests.kernels.kernel_checks import (
     INTERPRETED,
     fused,
     pytestmark,  # noqa: F401 - pytest reads it
+    random_table,
 )
 
 VOCAB = 1500 if INTERPRETED else 50257
@@ -182,7 +183,9 @@ def test_process(vocab):
     parameters = list(PROCESSED) * 2
     lengths = [random.randrange(1, EXTENT) for _ in parameters]
     states = states_of(parameters, lengths, generated=9)
-    ids = torch.randint(-1, 9, (EXTENT * len(parameters) + 1,), device=DEVICE)
+    blocks = EXTENT * len(parameters) // 4 + 1
+    states.table = random_table(blocks, 4)
+    ids = torch.randint(-1, 9, (4 * blocks,), device=DEVICE)
     rows = [*range(len(parameters)), states.padding_slot]
     slots = torch.tensor(random.sample(rows, len(rows)), device=DEVICE)
     logits = torch.randn(len(rows), vocab + 3, device=DEVICE)[:, :vocab] * 4

@@ -115,7 +115,7 @@ def test_gemv_heads(dtype, kept, half, rank):
     pointers |= dict.fromkeys(("keys", "values"), kept)
     pointers |= dict.fromkeys(("scales", "row_stats", "offsets", "sums"), "fp32")
     pointers |= dict.fromkeys(("cosines", "sines"), "fp32")
-    pointers |= dict.fromkeys(("starts", "positions"), "i64")
+    pointers |= dict.fromkeys(("slots", "positions"), "i64")
     numbers = {"pool_tokens": "i32"}
     heads = {"HEADS": 8, "KV_HEADS": 2, "SIZE": 64, "HALF": half}
     constants = {"IN": 768, "NORM": 1, "OFFSET": True, **heads, **TILE}
@@ -217,10 +217,10 @@ def test_sums_of_rows(kernel):
 
 def test_begin_rows():
     pointers = {"table": "bf16", "position_table": "bf16", "exact": "fp32", "rounded": "bf16"}
-    pointers |= {"gain": "fp32", "row_stats": "fp32"}
+    pointers |= {"gain": "fp32", "row_stats": "fp32", "block_table": "i32"}
     numbers = dict.fromkeys(("first_id", "held", "padding", "size"), "i32") | {"eps": "fp32"}
     constants = {"SOURCES": True, "POSITIONS": True, "ROUNDED": True, "PRESCALED": 1, "PARTS": 64}
-    constants["BLOCK"] = 1024
+    constants |= {"BLOCK": 1024, "BLOCK_TOKENS": 16}
     known = {*pointers, *numbers, *constants}
     names = embedding.begin_rows.arg_names
     pointers |= {name: "i64" for name in names if name not in known}
@@ -267,12 +267,12 @@ def test_what_looks_tokens_up_finds_them_and_copies_them():
         ),
         (
             beams.copy_hypotheses,
-            {"WIDTH": 4, "ROWS": 4, "AT_ONCE": 8, "SIZE": 128, "HEAD": 128},
+            {"WIDTH": 4, "ROWS": 4, "AT_ONCE": 8, "SIZE": 128, "HEAD": 128, "BLOCK_TOKENS": 16},
         ),
     ],
 )
 def test_beam_searches(kernel, constants):
-    types = {"pool": "i16", "tokens": "i32"}
+    types = {"pool": "i16", "tokens": "i32", "table": "i32"}
     types |= dict.fromkeys(("logits", "allowed", "found", "sums", "beam_score", "scores"), "fp32")
     constants = constants | {"USE_PDL": True}
     numbers = {"stride", "allowed_stride", "size", "parts", "count"}
@@ -298,11 +298,11 @@ def test_beam_searches(kernel, constants):
     ],
 )
 def test_sampling(kernel):
-    floats = {"logits", "maxima", "saved", "log_probs", "temperature", "min_p", "top_p"}
+    floats = {"logits", "maxima", "log_probs", "temperature", "min_p", "top_p"}
     floats.add("bias_values")
     floats |= {name for name in kernel.arg_names if "_top_p" in name or "top_p_" in name}
     floats |= {name for name in kernel.arg_names if name.endswith("_penalty")}
-    narrow = ("candidates", "counts", "winners", "bias_ids", "word_ids", "word_lengths")
+    narrow = ("candidates", "counts", "table", "bias_ids", "word_ids", "word_lengths")
     integers = dict.fromkeys(narrow, "i32")
     numbers = dict.fromkeys({"stride", "size", "parts"} & {*kernel.arg_names}, "i32")
     constants = {
@@ -311,7 +311,7 @@ def test_sampling(kernel):
         if name in kernel.arg_names
     }
     if kernel is sampling.process_rows:
-        constants["LISTED"] = 512
+        constants |= {"LISTED": 512, "BLOCK_TOKENS": 16}
     pointers = {
         name: "fp32" if name in floats else integers.get(name, "i64")
         for name in kernel.arg_names
@@ -366,7 +366,8 @@ def test_attention(dtype, kept, splits, relative):
     constants |= {"NORM": splits % 2, "STATE": 768, "STATE_PARTS": 96}
     pointers["row_stats"] = "fp32"
     numbers = {"pool_tokens": "i32", "scale": "fp32", "reach": "i32"}
-    pointers["arrivals"] = "i32"
+    pointers |= {"arrivals": "i32", "table": "i32"}
+    constants["BLOCK_TOKENS"] = 16 * splits
     assert compile_kernel(decode_attention.attend, pointers, numbers, constants, num_warps=1)
     if dtype != "fp32":  # which gets no matrix products
         constants |= {"TILE": 64, "MEMBERS": 16, "PRECISION": "tf32", "PREFETCH": 64}
@@ -380,9 +381,9 @@ def test_attention(dtype, kept, splits, relative):
 )
 def test_attention_of_prompts(dtype, kept, relative, size):
     pointers = dict.fromkeys(("query", "out"), dtype) | dict.fromkeys(("keys", "values"), kept)
-    pointers["tiles"] = "i64"
+    pointers |= {"tiles": "i64", "table": "i32"}
     pointers |= dict.fromkeys(("slopes", "sinks", "bias"), "fp32")
-    constants = {"HEADS": 8, "GROUP": 4, "SIZE": size}
+    constants = {"HEADS": 8, "GROUP": 4, "SIZE": size, "BLOCK_TOKENS": 16 if relative else 64}
     constants |= {"ALIBI": not relative, "SINKS": not relative}
     exact, wide = dtype == "fp32", size > prompt_attention.WIDE_HEAD
     constants |= {"TILE": (16 if wide else 32) if exact else 64}
@@ -397,18 +398,21 @@ def test_attention_of_prompts(dtype, kept, relative, size):
     assert ("wgmma" in ptx) != exact
 
 
-@pytest.mark.parametrize(("dtype", "size"), [("bf16", 128), ("fp16", 64)])
-def test_attention_of_pairs_of_heads(dtype, size):
+@pytest.mark.parametrize(("dtype", "size", "tokens"), [("bf16", 128, 16), ("fp16", 64, 64)])
+def test_attention_of_pairs_of_heads(dtype, size, tokens):
     """The warps that multiply keep what they have in registers."""
     module = hopper_attention
     element = {"bf16": gl.bfloat16, "fp16": gl.float16}[dtype]
-    block = [module.KEYS_PER_TILE, size]
+    block = [tokens, module.PANEL]
     layout = gl.NVMMASharedLayout.get_default_for(block, element)
     rows = f"tensordesc<{dtype}{block},{layout!r}>"
-    constants = {"HEADS": 32, "GROUP": 4, "SIZE": size, "QUERIES": 64, "TILE": block[0]}
+    constants = {"HEADS": 32, "GROUP": 4, "SIZE": size, "QUERIES": 64}
+    constants |= {"TILE": module.KEYS_PER_TILE, "PIECE": tokens, "PANEL": module.PANEL}
+    constants |= {"BLOCK_TOKENS": tokens}
     constants |= {"STAGES": module.STAGES, "REGISTERS": module.CONSUMER_REGISTERS}
     constants |= {"PRODUCER_REGISTERS": module.PRODUCER_REGISTERS}
     signature = {"query": f"*{dtype}", "key_rows": rows, "value_rows": rows, "tiles": "*i64"}
+    signature["table"] = "*i32"
     signature |= {"out": f"*{dtype}", "pool_tokens": "i32", "scale": "fp32"}
     signature |= dict.fromkeys(constants, "constexpr")
     kernel = module.attend_group

@@ -101,7 +101,7 @@ class Sessions:
             if start:
                 self._end(key)
                 lines = _new_lines(tensors, len(rows))
-                _check_capacity(lines, self._engine.cache_tokens)
+                _check_capacity(lines, self._engine.cache_tokens, self._engine.block_tokens)
                 self._conversations[key] = Conversation(lines)
             conversation = self._conversations.get(key)
             if conversation is None:
@@ -203,9 +203,10 @@ def _new_lines(tensors: Mapping[str, Tensor], rows: int) -> list[Line]:
     ]
 
 
-def _check_capacity(lines: Sequence[Line], cache_tokens: int) -> None:
+def _check_capacity(lines: Sequence[Line], cache_tokens: int, block_tokens: int) -> None:
     """Check that the rows, which keep their places for the whole session, fit beside each other."""
-    needed = sum(line.session.extent_tokens for line in lines)
+    blocks = sum(line.session.max_blocks(block_tokens) for line in lines)
+    needed = blocks * block_tokens
     if len(lines) > 1 and needed > cache_tokens:
         raise RequestError(
             f"the session's {len(lines)} rows need {needed} tokens in the key/value cache, which "

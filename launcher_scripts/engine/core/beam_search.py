@@ -152,8 +152,12 @@ class BeamSearch:
         states, cache = self._states, self._cache
         for row in rows:
             slots = indices(row.beams, states.device)
-            prompt = torch.arange(len(row.ids), device=slots.device)
-            source, target = (states.start[of][:, None] + prompt for of in (slots[:1], slots))
+            # Whole blocks of the prompt are all hypotheses'.
+            shared = len(row.ids) // cache.table.tokens * cache.table.tokens
+            prompt = torch.arange(shared, len(row.ids), device=slots.device)
+            source, target = (
+                cache.table.locate(states.start[of][:, None] + prompt) for of in (slots[:1], slots)
+            )
             for pool, ids in cache.pools_with_ids:
                 copy_tokens(pool, ids, source.expand_as(target)[1:], target[1:])
             cache.row_states.gather(slots[1:], slots[:1].expand(len(slots) - 1))

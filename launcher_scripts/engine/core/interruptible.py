@@ -37,7 +37,7 @@ class InterruptibleScheduler(Scheduler):
 
         Returns False where those that can are not enough. No step may be in flight.
         """
-        while not self._has_place(row):
+        while not self._allocator.has_room(row):
             growing = [item for item in self._running.values() if item.grows]
             if not growing:
                 return False
@@ -81,7 +81,7 @@ class InterruptibleScheduler(Scheduler):
         for row in begun:
             row.weights_versions = (row.weights_versions[0], version)
             row.prefix = None
-        self._cache.clear()
+        self._allocator.cache.clear()
         for session in sessions:
             self.close_session(session)
         return len(begun)
@@ -95,15 +95,6 @@ class InterruptibleScheduler(Scheduler):
         ):
             self._waiting.popleft()
         return starts
-
-    def _has_place(self, row: Row) -> bool:
-        if row.width > len(self._free_slots):
-            return False
-        start = self._cache.allocate(row.capacity)
-        if start is None:
-            return False
-        self._cache.free(start, row.capacity)
-        return True
 
 
 @dataclass(eq=False)

@@ -190,23 +190,25 @@ def check_request(
     cache_tokens: int,
     slots: int,
     session: Session | None = None,
+    block_tokens: int = 1,
 ) -> None:
     """Raise one RequestError that names everything wrong with the request.
 
-    cache_tokens, slots: what the engine has for all rows in flight; a beam search takes as many
-    slots as it is wide. session: what the request goes on with
+    cache_tokens, slots: what the engine has for all rows in flight, the tokens in blocks of
+    block_tokens; a beam search takes as many slots as it is wide. session: what the request goes on
+    with
     """
     problems = Problems("the request")
     _check_outputs(problems, request, config)
     check_adapters(problems, request, config)
     _check_ids(problems, request, config)
     if session is None:
-        _check_lengths(problems, request, config, cache_tokens)
+        _check_lengths(problems, request, config, cache_tokens, block_tokens)
     else:
         prompt = len(prompt_in_session(session, request, parts(request, config)[1]))
         if not prompt:
             problems.add("input_ids is empty, and the session has no token to go on from")
-        check_session(problems, session, request, prompt, config, cache_tokens)
+        check_session(problems, session, request, prompt, config, cache_tokens, block_tokens)
     _check_sampling(problems, request.sampling)
     _check_biases(problems, request, config)
     _check_log_probs(problems, request, config)
@@ -272,7 +274,11 @@ def _beyond(ids: Sequence[int], size: int) -> list[int]:
 
 
 def _check_lengths(
-    problems: Problems, request: GenerateRequest, config: ModelConfig, cache_tokens: int
+    problems: Problems,
+    request: GenerateRequest,
+    config: ModelConfig,
+    cache_tokens: int,
+    block_tokens: int,
 ) -> None:
     source, prompt = (len(part) for part in parts(request, config))
     output_len = request.output_len
@@ -293,7 +299,10 @@ def _check_lengths(
         )
         return
     width = max(1, request.sampling.beam_width) if output_len else 1
-    total = source + width * needed
+    # Hypotheses share the full blocks of the prompt.
+    blocks = [-(-tokens // block_tokens) for tokens in (source, needed)]
+    shared = prompt // block_tokens * (width - 1)
+    total = (blocks[0] + width * blocks[1] - shared) * block_tokens
     if total > cache_tokens:
         before = f"the input's {source} tokens, " if source else ""
         times = f" and beam_width {width}" if width > 1 else ""

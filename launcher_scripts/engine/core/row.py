@@ -21,6 +21,7 @@ from launcher_scripts.engine.core.results import BeamResult, EncodedRow, TokenRe
 from launcher_scripts.engine.core.sampler import TokenScores, model_log_probs, no_scores
 from launcher_scripts.engine.core.session import Session
 from launcher_scripts.engine.messages.plan import Draft, RowStart, TokenMask
+from launcher_scripts.engine.model.kv_cache import Block
 
 UNGUIDED = "guided_grammar and the request's other inputs leave no token that may come"
 
@@ -85,16 +86,17 @@ class Row:
     The newest of them was asked for in the scheduler's step `step`.
 
     source is what the encoder reads, where there is one; the prompt is then the decoder's, and
-    empty where nothing is to be decoded. start is the cache token after those of the source. A
-    row of several hypotheses has a slot for each, and their cache tokens one after the other. A
-    row of a session lives in the session's extent, after the tokens of the requests before. The
+    empty where nothing is to be decoded. start is the address after those of the source, and
+    spacing how many addresses a slot has. Its tokens are in `blocks`, and those of the source in
+    source_blocks; a row of several hypotheses has a slot for each, and the others' blocks are in
+    `copies`. A row of a session has the session's, with the tokens of the requests before. The
     guide's masks of the first `masked` tokens have been told to the ranks; the mask of the next one
     has been late since `late_since`, by time.perf_counter. prefix is what others
     may find of the row's tokens, None: nothing. num_cached_tokens is how many of its prompt's
     tokens were in the cache when it began, None: it has not. A row that has a place and has not
     begun waits for what another one computes.
 
-    reserved counts the tokens of the extent. A row that grows has room for its prompt and some
+    reserved counts the tokens of the blocks. A row that grows has room for its prompt and some
     tokens at first, for as long as `launched` is less than `fits`, and gets more then. It may lose
     its place for a row that came before it; what it had is computed again later, its first
     `resumed` tokens as a prompt.
@@ -122,6 +124,10 @@ class Row:
     on_progress: SnapshotCallback | None = None
     slots: tuple[int, ...] = ()
     start: int = -1
+    spacing: int = 0
+    blocks: list[Block] = field(default_factory=list)
+    source_blocks: list[Block] = field(default_factory=list)
+    copies: list[list[Block]] = field(default_factory=list)
     reserved: int = 0
     fits: float = inf
     grows: bool = False
@@ -249,18 +255,8 @@ class Row:
         return len(self.prompt) + max(self.request.output_len - 1, 0)
 
     @property
-    def capacity(self) -> int:
-        """Most cache tokens of the whole row."""
-        return len(self.source) + self.width * self.row_capacity
-
-    @property
-    def extent(self) -> int:
-        """First cache token of the whole row."""
-        return self.start - len(self.source)
-
-    @property
     def past(self) -> int:
-        """Tokens in the row's extent before its prompt."""
+        """Tokens in the row's blocks before its prompt."""
         return 0 if self.session is None else self.session.cached
 
     @property
@@ -274,7 +270,7 @@ class Row:
         return self.past + self.prefilled + max(self.launched - self.resumed - 1, 0)
 
     def reserve(self, tokens: int) -> None:
-        """The row's extent has so many tokens now."""
+        """The row's blocks have so many tokens now."""
         self.reserved = tokens
         if self.grows:
             self.fits = tokens - len(self.prompt) + 1
@@ -285,10 +281,15 @@ class Row:
         left = min(self.reserved - self.cached, self.request.output_len - len(self.tokens)) - 1
         return max(0, min(left, self.request.num_speculative_tokens))
 
-    @property
-    def touched(self) -> int:
-        """As `cached`, where every token of the draft comes."""
-        return self.cached + (0 if self.draft is None else self.draft.foretold)
+    def full_blocks(self, tokens: int) -> list[Block]:
+        """Return the blocks that the row's first tokens fill."""
+        return self.blocks[: tokens * len(self.blocks) // max(self.reserved, 1)]
+
+    def read_draft(self, tokens: int) -> None:
+        """The draft model's cache has so many tokens of the row now."""
+        for block in self.full_blocks(tokens)[len(self.full_blocks(self.read_by_draft)) :]:
+            block.read = True
+        self.read_by_draft = tokens
 
     def end_draft(self, right: int) -> None:
         """The draft is over, of which so many tokens came: those have been read by the draft model,
@@ -296,9 +297,7 @@ class Row:
         without a place.
         """
         if self.slots and self.draft and self.draft.proposed and not self.draft.reread:
-            self.read_by_draft += min(right, self.draft.proposed - 1)
-            if self.prefix is not None:
-                self.prefix.read = self.read_by_draft
+            self.read_draft(self.read_by_draft + min(right, self.draft.proposed - 1))
         self.draft, self.launched = None, len(self.tokens)
 
     def resume(self) -> None:
@@ -326,6 +325,7 @@ class Row:
             prompt_embedding=request.prompt_embedding,
             beams=self.slots if self.hypotheses else (),
             stride=self.row_capacity,
+            spacing=self.spacing,
             generated=self.resumed,
             past=self.past,
             dropped=0 if self.session is None else self.session.dropped,

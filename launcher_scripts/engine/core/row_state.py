@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from launcher_scripts.engine.messages.plan import NO_TASK, Move, Relocation, RowStart, TokenMask
-from launcher_scripts.kernels.operands import MAX_LISTED, RowColumns
+from launcher_scripts.engine.messages.plan import NO_TASK, Move, RowStart, TokenMask
+from launcher_scripts.kernels.operands import MAX_LISTED, BlockTable, RowColumns
 
 NO_TOKEN = -1
 NEVER = -1e9  # added to log-probabilities
@@ -19,10 +19,10 @@ class RowStates:
     """State of `slots` rows, and of one more slot that padding rows of a step use.
 
     Every attribute is a vector [slots + 1]. token is the last id chosen, not yet in the cache;
-    length counts the row's tokens in the cache; start is its first cache token. source_length
+    length counts the row's tokens in the cache; start is its first address. source_length
     counts the tokens of the encoder's input, from source_start on; ia3_task is the row of the IA3
     factors, lora_adapter the number of a LoRA adapter or NO_TASK. dropped counts the tokens of a
-    session that have left its extent, and window is how many of the last ones attention covers;
+    session that have left its blocks, and window is how many of the last ones attention covers;
     maximum is how many positions the row may come to have.
     beam_score is a hypothesis's cumulative log-probability. masks, int32 [slots + 1, words], has a
     bit for every id that may come next in a guided row. SamplingColumns says what the lists are.
@@ -64,8 +64,11 @@ class RowStates:
     word_ids: Tensor
     word_lengths: Tensor
 
-    def __init__(self, slots: int, scratch: int, device: torch.device) -> None:
+    def __init__(
+        self, slots: int, scratch: int, device: torch.device, table: BlockTable | None = None
+    ) -> None:
         self.padding_slot = slots
+        self.table = table
         self.device = device
         some = RowStart(slot=slots, start=scratch, ids=(0,), end_id=0)
         integers, floats = _integers(some, scratch), _floats(some, slots)
@@ -87,7 +90,7 @@ class RowStates:
     def columns(self) -> RowColumns:
         """Return the columns that a decode step begins with."""
         return RowColumns(
-            self.token, self.start, self.length, self.source_start, self.source_length
+            self.token, self.start, self.length, self.source_start, self.source_length, self.table
         )
 
     def join(self, rows: Sequence[RowStart]) -> None:
@@ -145,12 +148,6 @@ class RowStates:
         self.prompt_length.index_add_(0, slots, by, alpha=-1)
         self.dropped.index_add_(0, slots, by)
 
-    def relocate(self, moves: Sequence[Relocation]) -> None:
-        """These rows have moved within the cache."""
-        slots = indices([move.slot for move in moves], self.device)
-        starts = indices([move.start for move in moves], self.device)
-        self.start.index_copy_(0, slots, starts)
-
     def set_length(self, slots: Tensor, lengths: Tensor) -> None:
         """The cache now holds `lengths` tokens of the rows in `slots`."""
         self.length.index_copy_(0, slots, lengths)
@@ -171,7 +168,7 @@ def _ends(word: Sequence[int]) -> list[int]:
 
 
 def _integers(row: RowStart, start: int) -> dict[str, int]:
-    """Return the integer columns of a row or a hypothesis from cache token `start` on."""
+    """Return the integer columns of a row or a hypothesis from address `start` on."""
     sampling, listed = row.request.sampling, row.fits_columns
     reset = NO_TOKEN if sampling.top_p_reset_id is None else sampling.top_p_reset_id
     return {

@@ -10,13 +10,7 @@ from itertools import islice
 from typing import NamedTuple, TypeVar
 
 from launcher_scripts.contract.requests import GenerateOutput
-from launcher_scripts.engine.core.prefix_cache import (
-    BLOCK_TOKENS,
-    CachedPrefix,
-    Prefix,
-    PrefixCache,
-    Snapshots,
-)
+from launcher_scripts.engine.core.prefix_cache import PrefixCache, Snapshots
 from launcher_scripts.engine.core.results import BeamResult, EncodedRow, StepResult, TokenResult
 from launcher_scripts.engine.core.row import (
     Row,
@@ -27,27 +21,19 @@ from launcher_scripts.engine.core.row import (
     take_beams,
     with_masks,
 )
+from launcher_scripts.engine.core.row_allocator import RowAllocator
 from launcher_scripts.engine.core.session import Session
 from launcher_scripts.engine.core.statistics import Statistics
 from launcher_scripts.engine.core.step_budget import (
     NO_MODEL,
-    TOKENS_PER_DECODING_ROW,
     DraftOptions,
     Limits,
     PromptBudget,
-    RowExtents,
-    StateCopies,
     plan_drafts,
     take_drafts,
 )
-from launcher_scripts.engine.messages.plan import Copy, Move, Plan, PrefillPart, Relocation
+from launcher_scripts.engine.messages.plan import Plan
 
-# A pass over few prompt tokens keeps the rows that decode waiting almost as long as one over more.
-# So rows wait for each other until they bring enough for the rows that decode, but few steps.
-ROWS_PER_WAIT_STEP = 8
-MAX_WAIT_STEPS = 2
-# What another row computes now is worth waiting for if it takes about a step: so many tokens.
-TOKENS_WORTH_A_STEP = 64
 Result = TypeVar("Result", TokenResult, BeamResult)
 
 
@@ -67,14 +53,14 @@ class LaunchedStep(NamedTuple):
 
 
 class Scheduler:
-    """Admits rows in the order they came, as slots and cache tokens allow, and ends them.
+    """Admits rows in the order they came, as slots and blocks of the cache allow, and ends them.
 
-    Most rows grow: where cache tokens are scarce they get them as they need them, behind their own
-    or somewhere else, where they are copied to, and give back what they do not need yet. If there
-    are no more, the rows that came last give their places up and wait again, before all others. The
-    row that came first never does while one after it has room to give, so that every row ends.
+    Most rows grow: they get blocks as they need them. If there are no more, the rows that came last
+    give theirs up and wait again, before all others. The row that came first never does while one
+    after it has blocks to give, so that every row ends.
 
     slots:          most rows in flight
+    block_tokens:   of a block of the cache
     prefill_tokens: most prompt tokens of one step, so that a long prompt cannot hold up the rows
                     that are generating; and most source tokens, except that a source is never cut
     recorded_tokens: prompt tokens of the passes that are CUDA graphs, in which so many rows decode,
@@ -100,32 +86,25 @@ class Scheduler:
         stages: int = 1,
         one_by_one: bool = False,
         snapshots: int = 0,
+        block_tokens: int = 16,
     ) -> None:
-        self._free_slots = list(range(slots))[::-1]
-        self._running: dict[int, Row] = {}
         retained = Snapshots(slots + 1, snapshots) if snapshots else None
-        unit = prefill_tokens // BLOCK_TOKENS * BLOCK_TOKENS if one_by_one else BLOCK_TOKENS
-        self._cache = PrefixCache(cache_tokens, retained, max(unit, BLOCK_TOKENS))
-        self._states = StateCopies(self._cache)
-        self._extents = RowExtents(self._cache, self._running)
-        self._prefill_tokens = prefill_tokens
-        self._mixes = recorded_tokens is not None
+        unit = prefill_tokens // block_tokens * block_tokens if one_by_one else block_tokens
+        cache = PrefixCache(cache_tokens, block_tokens, retained, max(unit, block_tokens))
+        self._statistics = Statistics() if statistics is None else statistics
+        self._allocator = RowAllocator(slots, cache, self._statistics)
+        self._running, self._reading = self._allocator.running, self._allocator.reading
         self._budget = PromptBudget(
             prefill_tokens, recorded_tokens, inter_token_target, one_by_one=one_by_one
         )
         self._applied_at = 0.0
         self._drafts = drafts
         self._stages = stages
-        self._one_by_one = one_by_one
         self._steps = 0
         self._waiting: deque[Row] = deque()
-        self._reading: dict[int, Row] = {}  # those of them whose prompts have not been launched
         self._launched: deque[LaunchedStep] = deque()
-        self._moves: list[Move] = []
-        self._delayed = 0
         self._cancelled = False  # whether a row may have been since rows were looked through
         self.weights_version = 0
-        self._statistics = Statistics() if statistics is None else statistics
 
     @property
     def rows(self) -> list[Row]:
@@ -139,7 +118,7 @@ class Scheduler:
     @property
     def used_tokens(self) -> int:
         """Tokens of the cache that belong to rows and sessions."""
-        return self._cache.capacity - self._cache.free_tokens
+        return self._allocator.used_tokens
 
     def add(self, row: Row) -> None:
         self._waiting.append(row)
@@ -152,47 +131,43 @@ class Scheduler:
 
     def plan(self) -> Plan | None:
         """The next step, or None when there is nothing to launch."""
-        self._moves = []
-        self._extents.begin_step()
         self._drop_cancelled()
         self._end_failed()
-        self._grow()
-        for row in self._reading.values():
-            if (
-                not row.started
-            ):  # before rows that are admitted now, so that it never waits for them
-                self._begin(row, self._find(row))
-        starts = [] if self._holds() else self._admit()
+        self._allocator.grow(self._preempt)
+        self._allocator.begin_waiting()  # before others are admitted, so as not to wait for them
+        joining = islice(self._waiting, len(self._allocator.free_slots))
+        delays = self._budget.delays(joining, self._running.values())
+        starts = [] if delays else self._admit()
         under_way = min(len(self._launched), self._stages - 1)
         running = self._in_turn(self._steps - under_way)
         waiting = [row.prefill_length - row.prefilled for row in self._reading.values()]
         reads = waiting or self._drafts.has_model
         limits = self._budget.limits(len(running), waiting) if reads else Limits(0, 0)
         drafts, proposals = plan_drafts(running, limits.tokens, self._drafts)
-        drafting = [row for row in running if row.draft is not None]
+        drafting = [(row, row.slot) for row in running if row.draft is not None]
         single = [row for row in running if row.hypotheses is None and row.draft is None]
         beams = [row for row in running if row.hypotheses is not None]
-        encode = self._plan_encode()
-        prefill = self._plan_prefill(limits)
-        if not (encode or prefill or running or self._extents.moved):
+        encode = self._budget.sources(self._reading.values())
+        shares = self._budget.shares(self._allocator.ready, limits)
+        prefill = self._allocator.prefill(shares, self._steps + 1)
+        if not (encode or prefill or running):
             return None
         self._steps += 1
         for row in running:
-            self._free_tokens(row, 1)
-            self._states.save_decoding(row)
+            self._allocator.slide(row, 1)
+            self._allocator.states.save_decoding(row)
             row.launch(self._steps)
         tokens = sum(part.count for part in prefill)
-        drafted = [(row, row.slot) for row in drafting]
-        self._launched.append(
-            LaunchedStep(dict(self._running), drafted, tokens, time.perf_counter())
-        )
+        step = LaunchedStep(dict(self._running), drafting, tokens, time.perf_counter())
+        self._launched.append(step)
         tokens += sum(len(row.source) for row in encode)
         tokens += len(running) + sum(draft.foretold for draft in drafts)
         self._statistics.launch(len(encode) + len(prefill) + len(running), tokens)
+        moves, blocks = self._allocator.planned()
         return Plan(
             starts=tuple(row.as_start() for row in starts),
             encode=tuple(row.slot for row in encode),
-            prefill=tuple(prefill),
+            prefill=prefill,
             decode=tuple(row.slot for row in single if not row.general),
             apart=tuple(row.slot for row in single if row.general),
             drafts=drafts,
@@ -201,12 +176,9 @@ class Scheduler:
             reorder=max((row.reordered for row in beams), default=0),
             longest=max((row.cached for row in running), default=0),
             longest_source=max((len(row.source) for row in running), default=0),
-            moves=tuple(self._moves),
-            copies=tuple(self._extents.copies),
-            state_copies=self._states.planned(),
-            places=tuple(
-                {Relocation(row.slot, row.start) for row in self._extents.moved if row.slots}
-            ),
+            moves=moves,
+            blocks=blocks,
+            state_copies=self._allocator.states.planned(),
             lora=any(row.request.lora_adapter is not None for row in (*single, *beams)),
             masks=tuple(new_masks(self._running.values())),
             under_way=under_way,
@@ -299,32 +271,9 @@ class Scheduler:
         ready = [row for row in rows if row.step <= settled]
         return sorted(ready, key=lambda row: row.step)[: -(-len(rows) // self._stages)]
 
-    def _holds(self) -> bool:
-        """Return whether rows that wait do so a step longer, for more of them to join at once."""
-        if self._mixes:
-            return False
-        joining = list(islice(self._waiting, len(self._free_slots)))
-        decoding = sum(row.decodes for row in self._running.values()) if joining else 0
-        max_wait = min(decoding // ROWS_PER_WAIT_STEP, MAX_WAIT_STEPS)
-        tokens = sum(len(row.prompt) + len(row.source) for row in joining)
-        enough = decoding * TOKENS_PER_DECODING_ROW
-        holds = 0 < tokens < enough and self._delayed < max_wait
-        self._delayed = self._delayed + 1 if holds else 0
-        return holds
-
-    def _grow(self) -> None:
-        """Let every row have room for the token that it computes next."""
-        for row in tuple(self._running.values()):
-            while row.launched >= row.fits and row.decodes and not self._extents.extend(row):
-                self._preempt(next(item for item in reversed(self._running.values()) if item.grows))
-
     def _preempt(self, row: Row) -> None:
         """Let the row wait for a place again; tokens that were launched come nevertheless."""
-        self._vacate(row)
-        row.slots, row.start, row.started = (), -1, False
-        row.prefilled = row.read_by_draft = 0
-        if row.prefix is not None:
-            row.prefix = Prefix(row.prefix.salt)
+        self._allocator.preempt(row)
         self._waiting.appendleft(row)
         self._statistics.preempt()
 
@@ -335,125 +284,38 @@ class Scheduler:
         if self._waiting and self._waiting[0].session is not None:
             # It may wait for the end of a session whose next request stands behind it.
             for row in list(self._waiting):
-                placed = row.session is not None and row.session.start is not None
+                placed = row.session is not None and row.session.blocks is not None
                 if placed and self._start(row, starts):
                     self._waiting.remove(row)
         return starts
 
     def _start(self, row: Row, starts: list[Row]) -> bool:
-        """Let a row that waits run, if there is room for it, be it where its prefix was found.
-        One that has run before waits for all tokens that were launched, and for its mask."""
+        """Let a row that waits run, if there is room for it. One that has run before waits for all
+        tokens that were launched, and for its mask."""
         if row.launched > len(row.tokens) or not with_masks([row]):
             return False
         if row.placed_at:
             row.resume()
-        if row.session is not None and not self._states.has_room(row.session):
+        if not self._allocator.admit(row):
             return False
-        prefix, moved = self._find(row), len(self._extents.moved)
-        start = self._extents.place(row) if row.width <= len(self._free_slots) else None
-        if start is None:
-            return False
-        if len(self._extents.moved) > moved:  # maybe over what was found, or that itself
-            prefix = self._find(row)
-        row.slots = tuple(self._free_slots.pop() for _ in range(row.width))
-        row.start = start + len(row.source)
-        self._running[row.slot] = self._reading[row.slot] = row
         if not row.placed_at:
             row.weights_versions = (self.weights_version, self.weights_version)
         self._statistics.admit(row, time.perf_counter())
-        if row.session is not None:
-            self._states.resume(row.session, row)
-        self._free_tokens(row, row.prefill_length)
         starts.append(row)
-        self._begin(row, prefix)
         return True
 
-    def _find(self, row: Row) -> CachedPrefix:
-        """The prompt's longest prefix in the cache; its last token has to be computed."""
-        if row.prefix is None or row.request.asks_of_prompt:
-            return CachedPrefix()
-        return self._cache.find(row.prefix.digests[: (row.prefill_length - 1) // BLOCK_TOKENS])
-
-    def _begin(self, row: Row, prefix: CachedPrefix) -> None:
-        """Begin a prompt after what is found of it, unless enough of it is on its way.
-
-        That is computed by rows which have begun, so no row waits indefinitely.
-        """
-        row.started = prefix.coming - prefix.tokens < TOKENS_WORTH_A_STEP
-        if row.prefix is None or not row.started:
-            return
-        if prefix.tokens:
-            self._extents.copies.append(Copy(prefix.start, row.start, prefix.tokens))
-        self._states.begin(row, prefix)
-        row.prefilled = row.prefix.computed = prefix.tokens
-        if row.num_cached_tokens is None:  # what it had before a preemption is its own
-            row.num_cached_tokens = prefix.tokens
-        row.read_by_draft = row.prefix.read = prefix.read
-        row.prefix.start = row.start
-        self._cache.add(row.prefix)
-        if not row.request.asks_of_prompt:
-            self._statistics.find_prefix(row.prefill_length, prefix.tokens)
-
-    def _free_tokens(self, row: Row, tokens: int) -> None:
-        """Let the window of the row's session slide on, if `tokens` more need the place."""
-        if row.session is not None:
-            move = row.session.make_room(row.cached, tokens, row.slot)
-            self._moves += [] if move is None else [move]
-
     def close_session(self, session: Session) -> None:
-        """Free the session's extent, at once or when its request has ended."""
+        """Free the session's blocks, at once or when its request has ended."""
         session.closed = True
-        waiting = any(row.session is session for row in self.rows)
-        if session.start is not None and not waiting:
-            self._cache.free(session.start, session.extent_tokens)
-            session.start = None
-            self._states.close(session)
+        if not any(row.session is session for row in self.rows):
+            self._allocator.end_session(session)
 
-    def _leave_session(self, row: Row, session: Session) -> None:
-        """The session keeps what the row has brought into the cache."""
-        complete = row.request.output_len == 0 and not row.future.cancelled()
-        comes = bool(row.tokens) or complete
-        if comes and self._states.keep(session, row):
-            session.enter_turn(len(row.prompt), row.tokens, row.end_id)
-        else:
-            session.abort_turn()
-        if session.closed:
-            self.close_session(session)
-
-    def _plan_encode(self) -> list[Row]:
-        """Rows whose sources the encoder reads now, those of one length side by side."""
-        selected: list[Row] = []
-        budget = self._prefill_tokens
-        for row in self._reading.values():
-            if not row.source or row.encoded:
-                continue
-            if selected and (self._one_by_one or len(row.source) > budget):
-                break
-            row.encoded = True
-            budget -= len(row.source)
-            selected.append(row)
-        return sorted(selected, key=lambda row: len(row.source))
-
-    def _plan_prefill(self, limits: Limits) -> list[PrefillPart]:
-        """The next tokens of prompts."""
-        parts = []
-        ready = [
-            row for row in self._reading.values() if row.started and (row.encoded or not row.source)
-        ]
-        for row, count in self._budget.shares(ready, limits):
-            if row.begins_decoding:
-                row.prefilled = count
-                del self._reading[row.slot]
-                continue
-            saves = self._states.saves(row, row.prefilled + count)
-            parts.append(PrefillPart(row.slot, row.past + row.prefilled, count, saves))
-            row.prefilled += count
-            if row.prefix is not None:
-                row.prefix.computed = row.prefilled
-            if row.prefilled == row.prefill_length:
-                del self._reading[row.slot]
-                row.launch(self._steps + 1)
-        return parts
+    def _end_turn(self, row: Row) -> None:
+        """The row of a session has ended, perhaps before it began."""
+        if row.session is not None:
+            self._allocator.end_turn(row, row.session)
+            if row.session.closed:
+                self.close_session(row.session)
 
     def _drop_cancelled(self) -> None:
         if not self._cancelled:
@@ -461,8 +323,7 @@ class Scheduler:
         self._cancelled = False
         for row in [row for row in self._waiting if row.future.cancelled()]:
             self._waiting.remove(row)
-            if row.session is not None:
-                self._leave_session(row, row.session)
+            self._end_turn(row)
         for row in [row for row in self._running.values() if row.future.cancelled()]:
             row.finished = True
             self._leave(row)
@@ -483,17 +344,6 @@ class Scheduler:
             self._waiting.remove(row)
 
     def _vacate(self, row: Row) -> None:
-        """Give back the row's place.
-
-        Steps already launched may still write there; they run before anything launched later.
-        """
-        del self._running[row.slot]
-        self._reading.pop(row.slot, None)
-        self._free_slots += row.slots[::-1]
-        if row.session is not None:
-            self._leave_session(row, row.session)
-        elif row.prefix is not None and row.started:
-            cached_ids = (*row.ids[: row.prefilled], *row.tokens[row.resumed : -1])
-            self._cache.keep(row.prefix, cached_ids, row.reserved)
-        else:
-            self._cache.free(row.extent, row.reserved)
+        """Take back what the row has, or let its session keep it."""
+        self._allocator.release(row)
+        self._end_turn(row)

@@ -1,10 +1,10 @@
 """A session: keys and values that stay in the cache between requests.
 
-The session owns its extent from its first request until it is closed. Where its memory is shorter
+The session owns its blocks from its first request until it is closed. Where its memory is shorter
 than the whole session, attention covers the last memory_len tokens, as in FasterTransformer's
-circular cache. The tokens stay in order here: the window slides through an extent twice as long,
-and what it still covers is copied to the front when it reaches the end, once in memory_len tokens.
-So a window is a row like any other to the kernels, and distances (ALiBi) need no care.
+circular cache. The tokens stay in order here: the window slides through blocks for twice as many,
+and those that it does not cover any more come last when it reaches the end, once in memory_len
+tokens. So a window is a row like any other to the kernels, and distances (ALiBi) need no care.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from launcher_scripts.common.errors import Problems
 from launcher_scripts.contract.requests import TASK_FIELDS, GenerateRequest
 from launcher_scripts.engine.messages.plan import Move
+from launcher_scripts.engine.model.kv_cache import Block
 from launcher_scripts.models.bart import BartConfig
 from launcher_scripts.models.family import ModelConfig
 from launcher_scripts.models.gpt import GPTConfig
@@ -29,9 +30,9 @@ class Session:
 
     session_len: most tokens of all its requests and answers
     memory_len:  how many of the last tokens attention covers
-    start:       first cache token of the extent; None before there was room
-    cached:      tokens in the extent before the request that runs
-    dropped:     tokens that have left the extent
+    blocks:      of its tokens; None before there was room
+    cached:      tokens in the blocks before the request that runs
+    dropped:     tokens that have left the blocks
     pending:     the last token chosen, which is not in the cache yet
     said:        what the last request generated; None: nothing of it was kept
     ended:       the end token, after an answer that it ended: the session goes on without it
@@ -41,7 +42,7 @@ class Session:
 
     session_len: int
     memory_len: int
-    start: int | None = None
+    blocks: list[Block] | None = None
     cached: int = 0
     dropped: int = 0
     pending: tuple[int, ...] = ()
@@ -58,9 +59,13 @@ class Session:
         """Number of tokens that attention covers; 0: all."""
         return self.memory_len if self.memory_len < self.session_len else 0
 
-    @property
-    def extent_tokens(self) -> int:
-        return min(self.session_len, 2 * self.memory_len)
+    def max_blocks(self, size: int) -> int:
+        """Return the number of blocks of `size` tokens that the session has. Where it slides, all
+        but a block of what was before the window makes room.
+        """
+        if self.session_len <= 2 * self.memory_len:
+            return -(-self.session_len // size)
+        return -(-(2 * self.memory_len + size - 2) // size)
 
     @property
     def positions(self) -> int:
@@ -72,14 +77,16 @@ class Session:
         self.busy = True
         self.ia3_task, self.lora_adapter = request.ia3_task, request.lora_adapter
 
-    def make_room(self, used: int, tokens: int, slot: int) -> Move | None:
-        """Slide to the extent's front if `tokens` more do not fit behind the `used` ones."""
-        if self.start is None or used + tokens <= self.extent_tokens:
+    def make_room(self, used: int, tokens: int, slot: int, size: int) -> Move | None:
+        """Have blocks of `size` tokens that the window has left come last, if `tokens` more do not
+        fit behind the `used` ones."""
+        if self.blocks is None or used + tokens <= size * len(self.blocks):
             return None
-        retained = min(used, self.memory_len - 1)
-        self.cached -= used - retained
-        self.dropped += used - retained
-        return Move(slot, self.start, used - retained, retained)
+        count = (used - min(used, self.memory_len - 1)) // size
+        self.blocks[:] = self.blocks[count:] + self.blocks[:count]
+        self.cached -= count * size
+        self.dropped += count * size
+        return Move(slot, count * size)
 
     def enter_turn(self, prompt: int, tokens: Sequence[int], end_id: int) -> None:
         """A request has ended: its prompt and all but the last of its tokens are in the cache."""
@@ -92,7 +99,7 @@ class Session:
     def abort_turn(self) -> None:
         """A request was cancelled before its first token: as if it had not come.
 
-        Not if it has pushed the tokens before it out of the extent.
+        Not if it has pushed the tokens before it out of the cache.
         """
         self.busy = False
         self.closed = self.closed or self.cached < 0
@@ -111,6 +118,7 @@ def check_session(
     prompt: int,
     config: ModelConfig,
     cache_tokens: int,
+    block_tokens: int,
 ) -> None:
     """Check that the session and the model have room for a request with `prompt` tokens."""
     if not isinstance(config, GPTConfig):
@@ -136,9 +144,10 @@ def check_session(
         got = (session.session_len, session.memory_len)
         problems.add("session_len and memory_len must be at least 1", got=got)
         return
-    if session.extent_tokens > cache_tokens:
+    needed = session.max_blocks(block_tokens) * block_tokens
+    if needed > cache_tokens:
         problems.add(
-            f"the session needs {session.extent_tokens} tokens in the key/value cache, which holds "
+            f"the session needs {needed} tokens in the key/value cache, which holds "
             f"{cache_tokens}; change session_len or memory_len"
         )
     total = session.positions + prompt + request.output_len

@@ -1,4 +1,4 @@
-"""Limits of a step: prompt tokens, extents in the cache, and draft tokens.
+"""Limits of a step: prompt tokens, and draft tokens.
 
 Which rows try several tokens in the next step, and who says what these may be.
 
@@ -6,24 +6,19 @@ Where a row repeats a long text, its own words say it, which costs nothing. Else
 does: a proposal of its tokens and the pass that tries them are one step. What the draft model has
 not read of the row it reads before, at the pace of prompts. Meanwhile, and where there is no draft
 model, a short text that came before is enough.
-
-When the states of rows that do not depend on their length are copied: to what a prefix is found
-by later, and to and from what a session keeps of them between its requests.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from statistics import median
 from typing import NamedTuple
 
-from launcher_scripts.engine.core.prefix_cache import BLOCK_TOKENS, CachedPrefix, PrefixCache
 from launcher_scripts.engine.core.results import TokenResult
 from launcher_scripts.engine.core.row import Row, take
-from launcher_scripts.engine.core.session import Session
 from launcher_scripts.engine.core.statistics import Statistics
-from launcher_scripts.engine.messages.plan import Copy, Draft, Proposal, StateCopy
+from launcher_scripts.engine.messages.plan import Draft, Proposal
 
 # The fewest prompt tokens of a pass in which rows decode, or so many for each of those rows: with
 # less, reading the weights costs more than the products with them.
@@ -51,6 +46,10 @@ MIN_SAMPLE_TOKENS = 256
 LAUNCH_SECONDS = 0.005
 ESTIMATE_ERROR = 0.1
 MIN_AWAITED_SECONDS = 0.03
+# A pass over few prompt tokens keeps the rows that decode waiting almost as long as one over more.
+# So rows wait for each other until they bring enough for the rows that decode, but few steps.
+ROWS_PER_WAIT_STEP = 8
+MAX_WAIT_STEPS = 2
 
 
 class Limits(NamedTuple):
@@ -89,6 +88,32 @@ class PromptBudget:
         self._one_by_one = one_by_one
         self._decode_seconds: deque[float] = deque(maxlen=SAMPLES)
         self._seconds_per_token: deque[float] = deque(maxlen=SAMPLES)
+        self._delayed = 0
+
+    def delays(self, joining: Iterable[Row], running: Iterable[Row]) -> bool:
+        """Return True if the rows that could join wait a step longer, for more to join at once."""
+        if self._recorded is not None:
+            return False
+        tokens = sum(len(row.prompt) + len(row.source) for row in joining)
+        decoding = sum(row.decodes for row in running) if tokens else 0
+        max_wait = min(decoding // ROWS_PER_WAIT_STEP, MAX_WAIT_STEPS)
+        delays = 0 < tokens < decoding * TOKENS_PER_DECODING_ROW and self._delayed < max_wait
+        self._delayed = self._delayed + 1 if delays else 0
+        return delays
+
+    def sources(self, rows: Iterable[Row]) -> list[Row]:
+        """Return the rows whose sources the encoder reads now, of similar length side by side."""
+        selected: list[Row] = []
+        budget = self._max_tokens
+        for row in rows:
+            if not row.source or row.encoded:
+                continue
+            if selected and (self._one_by_one or len(row.source) > budget):
+                break
+            row.encoded = True
+            budget -= len(row.source)
+            selected.append(row)
+        return sorted(selected, key=lambda row: len(row.source))
 
     def observe(self, tokens: int, seconds: float) -> None:
         """Record how long a step over so many prompt tokens took, with all that ran in it."""
@@ -184,104 +209,6 @@ class PromptBudget:
         return seconds * (1 - ESTIMATE_ERROR) - LAUNCH_SECONDS - elapsed
 
 
-# What a row that grows has beyond what is computed, where cache tokens are scarce.
-GROWN_TOKENS = 128
-# Of the cache, what rows that wait for a place leave to those that grow: with less, more rows run,
-# but move more often; with none, 70 of 230 rows moved in each step of a simulated 1.3B.
-SPARE_SHARE = 0.1
-
-
-class RowExtents:
-    """Gives rows their extents of the cache.
-
-    running: the rows that have one, by slot, in the order they came
-    copies:  what the step that is planned copies;  moved: the rows that have moved before it
-    """
-
-    def __init__(self, cache: PrefixCache, running: Mapping[int, Row]) -> None:
-        self.cache = cache
-        self._running = running
-        self.copies: list[Copy] = []
-        self.moved: list[Row] = []
-
-    def begin_step(self) -> None:
-        self.copies, self.moved = [], []
-
-    def extend(self, row: Row) -> bool:
-        """Let the row's extent be longer, there or elsewhere; False where there is no room."""
-        length = min(row.reserved + GROWN_TOKENS, row.capacity)
-        if not self.cache.take(row.start + row.reserved, length - row.reserved):
-            self.cache.free(row.start, row.reserved)
-            start = self.cache.allocate(length)  # which may begin before it and overlap
-            if start is None:
-                self.cache.take(row.start, row.reserved)
-                start = self.gather(length)
-                if start is None:
-                    return False
-                self.cache.free(row.start, row.reserved)
-            self.move(row, start)
-        row.reserve(length)
-        return True
-
-    def gather(self, length: int) -> int | None:
-        """An extent made of what rows that grow do not need yet, and of free tokens that lie apart:
-        those rows move together.
-        """
-        self.trim()
-        start = self.cache.allocate(length)
-        if start is not None or self.cache.free_tokens < length:
-            return start
-        rows = {row.start: row for row in self._running.values() if row.grows}
-        sizes = {start: row.reserved for start, row in rows.items()}
-        for old, new in self.cache.slides(sizes, length) or ():
-            self.cache.free(old, sizes[old])
-            self.cache.take(new, sizes[old])
-            self.move(rows[old], new)
-        return self.cache.allocate(length)
-
-    def trim(self) -> None:
-        """Let rows that grow give back what they do not need yet."""
-        for row in self._running.values():
-            needed = max(row.touched, row.prefill_length) + GROWN_TOKENS
-            if row.grows and row.reserved > needed:
-                self.cache.free(row.start + needed, row.reserved - needed)
-                row.reserve(needed)
-
-    def spares(self, length: int) -> bool:
-        """Return whether there is so much room for another row, and enough for those that grow."""
-        needed = length + SPARE_SHARE * self.cache.capacity
-        if self.cache.free_tokens < needed:
-            self.trim()
-        return self.cache.free_tokens >= needed
-
-    def move(self, row: Row, start: int) -> None:
-        """Let the row be at `start`, with what it has in the cache, its draft included."""
-        if row.start == start:
-            return
-        if row.cached:
-            self.copies.append(Copy(row.start, start, row.touched))
-        row.start = start
-        if row.prefix is not None:
-            row.prefix.start = start
-        self.moved.append(row)
-
-    def place(self, row: Row) -> int | None:
-        """First token of an extent for the row; its session's, which it shares with nobody."""
-        session = row.session
-        if session is None:
-            row.reserve(row.capacity)
-            start = self.cache.spare(row.reserved)
-            if start is None and row.grows:
-                row.reserve(min(row.capacity, row.prefill_length + GROWN_TOKENS))
-                if self._running and not self.spares(row.reserved):
-                    return None
-            start = self.cache.allocate(row.reserved) if start is None else start
-            return self.gather(row.reserved) if start is None else start
-        if session.start is None:
-            session.start = self.cache.allocate(session.extent_tokens)
-        return session.start
-
-
 # A text of so many tokens that came before is copied. The next tokens after a shorter one are
 # foretold better by a draft model.
 COPIED_TOKENS = 8
@@ -373,97 +300,5 @@ def _proposal(row: Row, maximum: int, count: int) -> Proposal:
     past, prompt = row.read_by_draft, len(row.prompt)
     unread = (*row.prompt[past:], *row.tokens[max(past - prompt, 0) :])
     ids = unread[:maximum]
-    row.read_by_draft += len(ids)
-    if row.prefix is not None:
-        row.prefix.read = row.read_by_draft
+    row.read_draft(past + len(ids))
     return Proposal(row.slot, past, ids, count if len(ids) == len(unread) else 0)
-
-
-# Of prompts and answers: the interval of snapshots, and how many of it one prompt takes.
-SNAPSHOT_TOKENS = 128
-MOST_SNAPSHOTS = 8
-
-
-def borders(first: int, end: int) -> list[int]:
-    """Behind how many tokens of a prompt, of which `first` are there, its states are kept.
-
-    Behind all blocks that the same prompt could be found by, and at multiples of an interval that
-    others share.
-    """
-    last = (end - 1) // BLOCK_TOKENS * BLOCK_TOKENS
-    interval = SNAPSHOT_TOKENS
-    while last - first > MOST_SNAPSHOTS * interval:
-        interval *= 2
-    result = range(first // interval * interval + interval, last, interval)
-    return [*result, *([last] if last > first else [])]
-
-
-class StateCopies:
-    """What a step copies before it runs, and what its prompts leave on their way.
-
-    cache: without snapshots where rows have no such states; then nothing is copied
-    """
-
-    def __init__(self, cache: PrefixCache) -> None:
-        self._cache = cache
-        self._there = cache.snapshots is not None
-        self._planned: list[StateCopy] = []
-
-    def planned(self) -> tuple[StateCopy, ...]:
-        """Those that were decided on since the last step, in order."""
-        copies, self._planned = tuple(self._planned), []
-        return copies
-
-    def begin(self, row: Row, result: CachedPrefix) -> None:
-        """The row's prompt begins behind what is found of it."""
-        if result.snapshot >= 0:
-            self._planned.append(StateCopy(result.snapshot, row.slot))
-        row.borders = borders(result.tokens, row.prefill_length) if self._there else ()
-
-    def saves(self, row: Row, end: int) -> tuple[tuple[int, int], ...]:
-        """Where the states of a row are kept on the way of its prompt to so many tokens."""
-        prefix = row.prefix
-        if prefix is None or not row.borders:
-            return ()
-        requested = [n for n in row.borders if row.prefilled < n <= end]
-        used = [(n, self._cache.take_snapshot(prefix, n)) for n in requested]
-        present = prefix.snapshots  # a later one may have taken the place of an earlier one
-        return tuple((n, item) for n, item in used if item is not None and present.get(n) == item)
-
-    def save_decoding(self, row: Row) -> None:
-        """Keep the states of a row that decodes, where an interval of its tokens ends."""
-        if row.prefix is None or not self._there or row.width > 1:
-            return
-        if row.cached > row.prefill_length and row.cached % SNAPSHOT_TOKENS == 0:
-            snapshot = self._cache.take_snapshot(row.prefix, row.cached)
-            if snapshot is not None:
-                self._planned.append(StateCopy(row.slot, snapshot))
-
-    def has_room(self, session: Session) -> bool:
-        """Return whether there is room for the session's states between its requests, which is
-        taken."""
-        if self._there and session.snapshot is None:
-            session.snapshot = self._cache.pin_snapshot()
-        return not self._there or session.snapshot is not None
-
-    def resume(self, session: Session, row: Row) -> None:
-        """The row goes on where the session is."""
-        if session.snapshot is not None and session.positions:
-            self._planned.append(StateCopy(session.snapshot, row.slot))
-
-    def keep(self, session: Session, row: Row) -> bool:
-        """Return whether the session can have what the row leaves: not where its states have got
-        tokens that the session does not get.
-        """
-        if session.snapshot is None or not row.slots:
-            return True
-        exact = row.cached == row.past + len(row.prompt) + max(len(row.tokens) - 1, 0)
-        if exact:
-            self._planned.append(StateCopy(row.slot, session.snapshot))
-        return exact
-
-    def close(self, session: Session) -> None:
-        """The session has ended."""
-        if self._cache.snapshots is not None and session.snapshot is not None:
-            self._cache.snapshots.release(session.snapshot)
-            session.snapshot = None

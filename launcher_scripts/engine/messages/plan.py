@@ -39,16 +39,17 @@ class RowStart(Record, frozen=True, dict=True):
     """A row that joins: its place and everything that decides its tokens.
 
     slot:   index of the row's state on the device
-    start:  first cache token of the row's prompt and what it generates
+    start:  first address of the row's prompt and what it generates
     ids:    prompt, never empty (an empty one has become the start token); of a model with an
             encoder what the decoder is given
     request: what the row asks for and how it chooses its tokens, without what other fields
             have: its ids, its grammar and its own prompt table
-    source: what the encoder reads, if there is one; its cache tokens lie right before `start`
+    source: what the encoder reads, if there is one; its addresses lie right before `start`
     prompt_embedding: [virtual tokens, hidden], the row's own table
     beams:  slots of the hypotheses of a beam search, `slot` first; none without one
     guided: a mask of what may come is set for each of the row's tokens
-    stride: most cache tokens of each hypothesis; several lie one after the other from `start` on
+    stride: most cache tokens of each hypothesis
+    spacing: addresses from one slot to the next
     generated: how many of the ids, the last ones, the row has generated in a place it had before
     past:   tokens of the row's session in the cache already, from `start` on;  dropped: tokens of
             it that are no longer there
@@ -66,6 +67,7 @@ class RowStart(Record, frozen=True, dict=True):
     prompt_embedding: Tensor | None = None
     beams: tuple[int, ...] = ()
     stride: int = 0
+    spacing: int = 0
     generated: int = 0
     past: int = 0
     dropped: int = 0
@@ -107,9 +109,9 @@ class RowStart(Record, frozen=True, dict=True):
 
     @property
     def places(self) -> tuple[tuple[int, int], ...]:
-        """Slot and first cache token of the row, or of every hypothesis."""
+        """Slot and first address of the row, or of every hypothesis."""
         slots = self.beams or (self.slot,)
-        return tuple((slot, self.start + self.stride * beam) for beam, slot in enumerate(slots))
+        return tuple((slot, self.start + (slot - self.slot) * self.spacing) for slot in slots)
 
     @property
     def source_start(self) -> int:
@@ -177,24 +179,26 @@ class Proposal(Record, frozen=True):
     count: int
 
 
-class Move(Record, frozen=True):
-    """Tokens of a session go to the front of its extent: `count` tokens, `by` places.
-
-    slot: the row that runs, if one does;  start: the extent's first cache token
+def first_address(slot: int, capacity: int) -> int:
+    """Return the address of the first token of a row that is not its encoder's input, whose
+    addresses lie right before. capacity: of the cache, in tokens
     """
+    return (2 * slot + 1) * capacity
+
+
+class Move(Record, frozen=True):
+    """The first `by` tokens of a session have left the cache.  slot: of the row that runs"""
 
     slot: int
-    start: int
     by: int
-    count: int
 
 
-class Copy(Record, frozen=True):
-    """`count` tokens go from `source` to `target`: a row moves, or begins as another text."""
+class AssignedBlocks(Record, frozen=True):
+    """Blocks of a row, from its block `first` on; those before 0 are of its encoder's input."""
 
-    source: int
-    target: int
-    count: int
+    slot: int
+    first: int
+    blocks: tuple[int, ...]
 
 
 class StateCopy(Record, frozen=True):
@@ -204,13 +208,6 @@ class StateCopy(Record, frozen=True):
 
     source: int
     target: int
-
-
-class Relocation(Record, frozen=True):
-    """The cache token from which a row that runs has its tokens now."""
-
-    slot: int
-    start: int
 
 
 class TokenMask(NamedTuple):
@@ -264,8 +261,7 @@ class Plan(Message, frozen=True):
     beams are the first slots of the beam searches of which every hypothesis runs one token further,
     beside the rows in `decode`. reorder bounds how many of the last tokens in the cache may differ
     between hypotheses of the searches that go on after the step. moves come before everything else,
-    then the copies, in order: one may write where one before it has read; and those of states.
-    places are those of the rows that have moved.
+    then the rows' new blocks, and the copies of states, in order.
     apart: rows that run one token further, too, but by the general path (see RowStart.general).
     lora: whether any row that runs one token further has a LoRA adapter. longest and
     longest_source bound the cache tokens of all of them: prompt and generated ones, the new one
@@ -292,9 +288,8 @@ class Plan(Message, frozen=True):
     longest: int = 0
     longest_source: int = 0
     moves: tuple[Move, ...] = ()
-    copies: tuple[Copy, ...] = ()
+    blocks: tuple[AssignedBlocks, ...] = ()
     state_copies: tuple[StateCopy, ...] = ()
-    places: tuple[Relocation, ...] = ()
     lora: bool = False
     masks: tuple[TokenMask, ...] = ()
     record: tuple[StepShape, ...] = ()
@@ -302,7 +297,7 @@ class Plan(Message, frozen=True):
 
     def size(self, rows: Mapping[int, RowStart]) -> tuple[tuple[bool, ...], int]:
         """Return the kinds of work of the step, and its number of tokens; rows: by their slots."""
-        copied = self.moves or self.copies or self.state_copies
+        copied = self.moves or self.blocks or self.state_copies
         kinds = (
             copied,
             self.encode,

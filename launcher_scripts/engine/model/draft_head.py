@@ -48,7 +48,7 @@ def with_tables(head: ModelWeights, model: ModelWeights) -> ModelWeights:
 class Features:
     """Hidden states of a model's tokens that a draft head reads, by their cache tokens.
 
-    tokens: [capacity + 1, hidden], an EAGLE-3's after the head's projection
+    tokens: [all of the cache, hidden], an EAGLE-3's after the head's projection
     """
 
     def __init__(self, weights: DraftHeadWeights, network: Network) -> None:
@@ -64,9 +64,8 @@ class Features:
         self._collected: dict[int, Tensor] = {}
         self._dtype = weights.input.weight.dtype
         width = weights.input.weight.shape[0]
-        rows = network.cache.capacity + 1
+        rows = len(network.cache.ids)
         self.tokens = torch.zeros(rows, width, dtype=self._dtype, device=network.device)
-        network.cache.features = self.tokens
         decoder.features = self
 
     def collect(self, index: int, x: Tensor) -> None:
@@ -128,6 +127,10 @@ class DraftHead(Network):
         slots: int,
     ) -> None:
         """weights: see with_tables;  slots: of rows"""
+        # Rows begin with their second tokens.
+        cache.layers = {
+            number: replace(layer, aligned=False) for number, layer in cache.layers.items()
+        }
         super().__init__(weights, cache, kernels, communicator, device)
         if weights.draft is None:
             raise ValueError("the weights are not of a draft head")
@@ -138,7 +141,8 @@ class DraftHead(Network):
 
     def prefill(self, prompts: PromptBatch, decoding: tuple[Tensor, Rows] | None = None) -> Tensor:
         """See Network."""
-        self._previous = (prompts.slots - 1).clamp(min=0)  # cache tokens before the new ones
+        before = (prompts.addresses - 1).clamp(min=0)
+        self._previous = self.cache.table.locate(before)  # cache tokens before the new ones
         hidden = super().prefill(prompts, decoding)
         self._outputs.index_copy_(0, prompts.finished, hidden[prompts.last].float())
         return hidden

@@ -45,6 +45,7 @@ from launcher_scripts.kernels.operands import (
     LayerCache,
     Norm,
     Spans,
+    locate,
 )
 from launcher_scripts.kernels.ops import Ops
 from launcher_scripts.kernels.reference_attention import span_blocks
@@ -164,7 +165,7 @@ LONGEST_BEFOREHAND = 512
 class Sources:
     """Encoder inputs of several rows.
 
-    values: int64 [3 * tokens + 3 * blocks]: ids, their positions, the cache tokens that get their
+    values: int64 [3 * tokens + 3 * blocks]: ids, their positions, the addresses that get their
             keys and values, and the blocks of their Spans
     """
 
@@ -180,7 +181,7 @@ class Sources:
         return self.values[self.tokens : 2 * self.tokens]
 
     @property
-    def slots(self) -> Tensor:
+    def addresses(self) -> Tensor:
         return self.values[2 * self.tokens : 3 * self.tokens]
 
     @property
@@ -191,10 +192,10 @@ class Sources:
 def pack_rows(
     rows: Sequence[tuple[Sequence[int], int]], padding: int = 0, filled: int | None = None
 ) -> list[int]:
-    """Sources.values of rows: ids and first cache token of each.
+    """Sources.values of rows: ids and first address of each.
 
     filled: how many tokens to fill up to by one more row, with blocks that suffice for any one row
-            of so many, or a power of two;  padding: the cache token of those, which no row has
+            of so many, or a power of two;  padding: the address of those, which no row has
     """
     counts = [len(ids) for ids, _ in rows]
     more = 0 if filled is None else filled - sum(counts)
@@ -261,15 +262,17 @@ class EncodeStep:
     def forward(self, sources: Sources) -> Tensor:
         """Hidden states, float32 [tokens, hidden]; the cache holds what the decoder reads."""
         encoder, dtype = self.encoder, self.embedding.tokens.dtype
-        positions, slots = sources.positions, sources.slots
+        positions = sources.positions
         embedded = encoder.stack.embed(sources.ids, positions)
         x = encoder.kernels.hidden(embedded, self._norms[0], dtype)
         context = encoder.context(sources.spans, positions)
         x = through(encoder.stack.sublayers, x, context, self._norms)
         states = encoder.normed(x.exact)
         operand = states.to(dtype)
-        for reader in self.readers:
-            reader.store_source(operand, slots)
+        if self.readers:
+            slots = locate(self.readers[0].cache.table, sources.addresses)
+            for reader in self.readers:
+                reader.store_source(operand, slots)
         return states
 
     def run(

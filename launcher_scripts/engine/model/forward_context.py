@@ -32,7 +32,7 @@ from launcher_scripts.kernels.reference_attention import attend_joined_spans, no
 
 @dataclass(frozen=True)
 class SourceRows:
-    """The encoder's inputs of a decode step's rows: first cache tokens and lengths, both [B], and
+    """The encoder's inputs of a decode step's rows: first addresses and lengths, both [B], and
     what bounds the lengths. Hypotheses of one beam search share theirs.
     """
 
@@ -43,7 +43,7 @@ class SourceRows:
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of a decode step: first cache tokens, and tokens in the cache so far, both [B].
+    """The rows of a decode step: first addresses, and tokens in the cache so far, both [B].
 
     longest bounds the lengths, the new tokens included. ia3_tasks [B] are the rows of the IA3
     factors, lora_adapters [B] the LoRA adapters or NO_TASK. positions [B] are those of the new
@@ -244,8 +244,7 @@ class StepContext(ForwardContext[Hidden]):
     @cached_property
     def cache_tokens(self) -> Tensor:
         """Cache tokens [B] of the new tokens, the same in all layers."""
-        rows = self.rows[0]
-        return rows.starts + rows.positions
+        return self.rows[0].slots
 
     @cached_property
     def _with_rotary_rows(self) -> ForwardContext[Any]:
@@ -349,7 +348,7 @@ class PrefillContext(CacheContext):
         parts = layer.query(x).split([chunk.count for chunk in self.chunks])
         outputs = []
         for part, chunk in zip(parts, self.chunks, strict=True):
-            tokens = slice(chunk.start - chunk.source, chunk.start)
+            tokens = layer.cache.of_row(chunk.start - chunk.source, chunk.start)
             key, value = layer.cache.keys[None, :, tokens], layer.cache.values[None, :, tokens]
             out = layer.kernels.source_attention(
                 part[None], key, value, layer.scores, first=chunk.past

@@ -1,7 +1,8 @@
 """Keys and values of every row in flight: one pool of tokens, planned when the model is loaded.
 
-A row owns an extent, a run of consecutive tokens. So memory use is known at load, and long and
-short rows share the pool; a row that finds no room waits.
+The pool is divided into blocks, of which a row has as many as its tokens need, anywhere. So memory
+use is known at load, long and short rows share the pool, and rows that begin alike share blocks; a
+row that finds no room waits.
 
 The kinds of state that a layer keeps of a row, by which memory is planned and states travel.
 
@@ -12,8 +13,6 @@ a convolution.
 
 from __future__ import annotations
 
-import bisect
-import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,8 +21,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from launcher_scripts.engine.messages.plan import Copy, Move, StateCopy
-from launcher_scripts.kernels.operands import LayerCache
+from launcher_scripts.engine.messages.plan import AssignedBlocks, StateCopy, first_address
+from launcher_scripts.kernels.operands import TABLE_PADDING, BlockTable, LayerCache
 
 
 @dataclass(frozen=True)
@@ -128,87 +127,16 @@ class RowStatePool:
             pool.index_copy_(1, targets, pool.index_select(1, sources))
 
 
-COPIED_TOKENS = 4096
-
-
-class ExtentAllocator:
-    """First-fit allocation of extents among `capacity` tokens; neighbours merge when freed."""
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self._free = [(0, capacity)] if capacity else []  # (start, length), ascending
-
-    @property
-    def free_tokens(self) -> int:
-        return sum(length for _, length in self._free)
-
-    def allocate(self, length: int) -> int | None:
-        """Start of a free extent, now taken; None when no gap is long enough."""
-        for position, (start, gap) in enumerate(self._free):
-            if gap >= length:
-                remaining = (start + length, gap - length)
-                self._free[position : position + 1] = [remaining] if remaining[1] else []
-                return start
-        return None
-
-    def take(self, start: int, length: int) -> bool:
-        """Take the `length` tokens from `start` on, if all of them are free."""
-        position = bisect.bisect(self._free, (start, self.capacity)) - 1
-        if position < 0:
-            return False
-        first, gap = self._free[position]
-        before, after = start - first, first + gap - (start + length)
-        if after < 0:
-            return False
-        remnants = ((first, before), (start + length, after))
-        self._free[position : position + 1] = [remnant for remnant in remnants if remnant[1]]
-        return True
-
-    def free(self, start: int, length: int) -> None:
-        """Give an extent back."""
-        position = bisect.bisect(self._free, (start, 0))
-        self._free.insert(position, (start, length))
-        for left in (position, position - 1):
-            if 0 <= left < len(self._free) - 1:
-                (first, size), (second, more) = self._free[left : left + 2]
-                if first + size == second:
-                    self._free[left : left + 2] = [(first, size + more)]
-
-    def slides(self, movable: Mapping[int, int], length: int) -> list[tuple[int, int]] | None:
-        """Return the moves of extents, front to back, that leave a gap of `length` tokens.
-
-        movable: start -> tokens of the extents that may move. Of all gaps that can be gathered the
-        one for which fewest tokens move; None where there is none.
-        """
-        gaps = dict(self._free)
-        best: list[int] | None = None
-        first, fewest = 0, self.capacity + 1
-        for start in gaps:
-            position, gap, moved, passed = start, 0, 0, []
-            while gap < length and moved < fewest:
-                if position in gaps:
-                    gap, position = gap + gaps[position], position + gaps[position]
-                elif position in movable:
-                    passed.append(position)
-                    moved, position = moved + movable[position], position + movable[position]
-                else:
-                    break
-            if gap >= length and moved < fewest:
-                first, fewest, best = start, moved, passed
-        if best is None:
-            return None
-        positions = itertools.accumulate((movable[index] for index in best), initial=first)
-        return list(zip(best, positions, strict=False))
-
-
 class KVCache:
     """The pools of one rank's layers by their kinds of state, and the ids of the tokens they hold.
 
-    One more token than `capacity` is kept as a place where padding rows of a step may write.
-    pools: [layers, parts, heads, capacity + 1, width] of all layers with such a TokenState; keys
-           and values are two parts, and `layers` are views of them
+    They are divided into blocks, which rows find by the table: a row's tokens have consecutive
+    addresses (see first_address), block by block. One block more than `capacity` has is for what
+    padding rows of a step write.
+
+    pools: [layers, parts, heads, capacity + a block, width] of all layers with such a TokenState;
+           keys and values are two parts, and `layers` are views of them
     row_states:  what is kept of rows whatever their length
-    features: [capacity + 1, hidden], hidden states that a draft head reads; None without one
     dtype: of keys and values;  token_bytes: what one token takes of them
     """
 
@@ -220,11 +148,19 @@ class KVCache:
         device: torch.device,
         row_states: RowStatePool | None = None,
         arrivals: int = 1,
+        *,
+        slots: int = 1,
+        table: BlockTable | None = None,
     ) -> None:
-        """arrivals: of a layer, see LayerCache"""
+        """capacity: a multiple of a block's tokens;  arrivals: of a layer, see LayerCache;
+        slots: of rows;  table: another cache's of the same capacity, whose blocks these are, too
+        """
         self.capacity = capacity
+        self.slots = slots
         self.token_bytes = bytes_per_token(states.values(), dtype)
+        self.table = table or _block_table(capacity, slots, device)
         counts = torch.zeros(arrivals, dtype=torch.int32, device=device)
+        tokens = capacity + self.table.tokens
         self.pools: list[Tensor] = []
         self.layers: dict[int, LayerCache] = {}
         kinds: dict[TokenState, list[int]] = {}
@@ -232,19 +168,18 @@ class KVCache:
             if local.token is not None:
                 kinds.setdefault(local.token, []).append(layer)
         for kind, layers in kinds.items():
-            shape = (len(layers), kind.parts, kind.heads, capacity + 1, kind.width)
+            shape = (len(layers), kind.parts, kind.heads, tokens, kind.width)
             pool = torch.empty(shape, dtype=dtype, device=device)
             self.pools.append(pool)
             for layer, parts in zip(layers, pool, strict=True):
-                self.layers[layer] = LayerCache(parts[0], parts[-1], counts)
-        self.ids: Tensor = torch.zeros(capacity + 1, dtype=torch.int64, device=device)
-        self.features: Tensor | None = None
+                self.layers[layer] = LayerCache(parts[0], parts[-1], counts, self.table)
+        self.ids: Tensor = torch.zeros(tokens, dtype=torch.int64, device=device)
         self.row_states = row_states or RowStatePool({}, 0, 0, dtype, device)
 
     @property
     def scratch(self) -> int:
-        """The token that belongs to no row."""
-        return self.capacity
+        """The address of a token that belongs to no row."""
+        return first_address(self.slots, self.capacity)
 
     @property
     def pools_with_ids(self) -> list[tuple[Tensor, Tensor | None]]:
@@ -253,26 +188,64 @@ class KVCache:
             return [(self.ids.view(1, 1, 1, -1, 1), None)]
         return [(self.pools[0], self.ids), *((pool, None) for pool in self.pools[1:])]
 
-    def shift(self, moves: Sequence[Move]) -> None:
-        """Bring what sessions still attend to to the front of their extents."""
-        self.copy_runs(Copy(move.start + move.by, move.start, move.count) for move in moves)
-
-    def copy_runs(self, copies: Iterable[Copy]) -> None:
-        """Copy runs of tokens, one after the other; a run may overlap what lies before it."""
-        for run in copies:
-            for first in range(0, run.count, COPIED_TOKENS):
-                some = min(COPIED_TOKENS, run.count - first)
-                overlaps = run.source - some < run.target < run.source
-                features = () if self.features is None else (self.features,)
-                for pool in (*(pool.movedim(3, 0) for pool in self.pools), self.ids, *features):
-                    read = pool[run.source + first :][:some]
-                    pool[run.target + first :][:some] = read.clone() if overlaps else read
+    def assign(self, changes: Sequence[AssignedBlocks]) -> None:
+        """Let rows have their tokens in these blocks; an entry's last change counts."""
+        entries: dict[int, int] = {}
+        for change in changes:
+            first = first_address(change.slot, self.capacity) // self.table.tokens + change.first
+            entries.update(enumerate(change.blocks, first))
+        packed = torch.tensor([list(entries), list(entries.values())])
+        packed = packed.to(self.ids.device, non_blocking=True)
+        self.table.entries.index_copy_(0, packed[0], packed[1].int())
 
 
-def plan_capacity(requested: int, token_bytes: int, memory: int) -> int:
-    """Return the number of tokens of the pool: as many as wanted, as far as `memory` bytes
-    allow."""
-    return max(0, min(requested, memory // max(token_bytes, 1)))
+@dataclass(eq=False)
+class Block:
+    """Consecutive tokens of the cache.
+
+    rows:     how many rows and sessions use it
+    digest:   what it is found by, None: by nothing
+    computed: whether its tokens are there once everything launched has run
+    read:     whether they are in the draft model's cache, too
+    snapshot: where what is left of a row's states behind it is, -1: nowhere
+    """
+
+    number: int
+    rows: int = 0
+    digest: bytes | None = None
+    computed: bool = False
+    read: bool = False
+    snapshot: int = -1
+
+
+# Of the device's kind. Smaller ones leave less room empty and share more of a prefix; kernels look
+# tiles up block by block.
+BLOCK_TOKENS = {"cpu": 16, "cuda": 16}
+
+
+def block_tokens(device: torch.device) -> int:
+    """Return the number of tokens of a block."""
+    return BLOCK_TOKENS.get(device.type, BLOCK_TOKENS["cuda"])
+
+
+def _block_table(capacity: int, slots: int, device: torch.device) -> BlockTable:
+    """Return the table of so many rows, and of one for padding; no block is assigned yet, so that
+    the first addresses are those of the cache.
+    """
+    size = block_tokens(device)
+    blocks = capacity // size
+    entries = torch.arange(2 * blocks * (slots + 1) + TABLE_PADDING, dtype=torch.int32)
+    entries %= max(blocks, 1)
+    entries[first_address(slots, capacity) // size - blocks :] = blocks
+    return BlockTable(entries.to(device), size)
+
+
+def plan_capacity(requested: int, token_bytes: int, memory: int, block: int, slots: int) -> int:
+    """Return the number of tokens of the pool in whole blocks: as many as wanted, as far as
+    `memory` bytes allow, of which the table of so many rows takes some, too."""
+    token_bytes += -(-2 * (slots + 1) * torch.int32.itemsize // block)
+    blocks = min(-(-requested // block), memory // token_bytes // block - 1)
+    return max(0, blocks) * block
 
 
 def available_memory(device: torch.device, share: float) -> int:

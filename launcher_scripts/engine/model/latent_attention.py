@@ -108,10 +108,10 @@ class LatentAttention(SelfAttention):
     def attend_prompt(
         self, query: Tensor, start: int, past: int, window: int, adapters: Tensor | None
     ) -> Tensor:
-        """The same of one row from its first cache token on, expanded with the tokens before."""
+        """The same of one row from its first address on, expanded with the tokens before."""
         tokens = past + len(query)
         latent, turning = (
-            self.cache.keys[0, start : start + tokens]
+            self.cache.keys[0, self.cache.of_row(start, start + tokens)]
             .to(query.dtype)
             .split((self.rank, self.rope_size), 1)
         )

@@ -45,7 +45,7 @@ from launcher_scripts.kernels.reference import norm_heads, norm_values, xielu
 class Chunk:
     """Consecutive new tokens of one row in a prefill step.
 
-    start:  the row's first cache token;  past: tokens of the row that are already there
+    start:  the row's first address;  past: tokens of the row that are already there
     source: tokens of the encoder's input, whose keys and values lie right before `start`
     prompt: where the row's virtual tokens come from;  ia3_task: its row of the IA3 factors
     dropped: earlier tokens of the row that are no longer there, but count as positions

@@ -111,7 +111,7 @@ class Encoded:
 class PromptBatch:
     """New tokens of several rows, one row after the other.
 
-    ids, positions, slots: [N], the slots are cache tokens
+    ids, positions, addresses: [N]
     row_slots, lengths:    [R], the rows, and how many tokens of each are then in the cache
     decoding:              [B], slots of the rows that run one token beside
     last, ended:           [B + R], of the rows that get a token, those that decode first: places of
@@ -123,7 +123,7 @@ class PromptBatch:
 
     ids: Tensor
     positions: Tensor
-    slots: Tensor
+    addresses: Tensor
     spans: VarlenBatch
     row_slots: Tensor
     lengths: Tensor
@@ -222,7 +222,7 @@ class Network:
     def encode(self, ids: Tensor, chunks: tuple[Chunk, ...], *, attentions: bool) -> Encoded:
         """Run the encoder over ids [N] of several rows and keep what the decoder needs of it.
 
-        Only called for models with an encoder; a chunk's start is its row's first cache token.
+        Only called for models with an encoder; a chunk's start is its row's first address.
         """
         if self._encoder is None:
             raise ValueError("a decoder alone encodes nothing")
@@ -230,7 +230,7 @@ class Network:
         encoded = Encoded(*self._encoder.forward(ids, chunks, tasks, attentions=attentions))
         if self._readers:
             spans = [torch.arange(chunk.start - chunk.source, chunk.start) for chunk in chunks]
-            slots = torch.cat(spans).to(self.device, non_blocking=True)
+            slots = self.cache.table.locate(torch.cat(spans).to(self.device, non_blocking=True))
             for reader in self._readers:
                 reader.store_source(encoded.hidden, slots, tasks)
         return encoded
@@ -246,7 +246,7 @@ class Network:
         windowed = any(chunk.window for chunk in chunks)
         tasks = token_tasks([(chunk.ia3_task, chunk.count) for chunk in chunks], self.device)
         of_prompts = PrefillContext(
-            slots=prompts.slots,
+            slots=self.cache.table.locate(prompts.addresses),
             chunks=chunks,
             spans=prompts.spans,
             windowed=windowed,
@@ -257,7 +257,7 @@ class Network:
         if decoding is not None:
             tokens, rows = decoding
             local = self._decode_context(rows)
-            slots = torch.cat([local.slots, prompts.slots])
+            slots = torch.cat([local.slots, of_prompts.slots])
             context = MixedContext(
                 slots=slots,
                 decoding=local,
@@ -318,7 +318,7 @@ class Network:
     def _decode_context(self, rows: Rows) -> DecodeContext:
         source = rows.source
         return DecodeContext(
-            slots=rows.starts + rows.lengths,
+            slots=self.cache.table.locate(rows.starts + rows.lengths),
             starts=rows.starts,
             lengths=rows.lengths + 1,
             longest=rows.longest,

@@ -6,8 +6,8 @@ it saves the step, greedy or sampled, and one that does not changes nothing.
 
 The draft model at work: a small model of the same vocabulary proposes tokens of rows.
 
-It has a cache of as many tokens as the model's, in which every row has the same places. Whatever
-is copied in one is copied in the other, so one allocator serves both.
+It has a cache of as many tokens as the model's, and the same block table: one allocator serves
+both.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class DraftModel:
 
         rows: the model's, by their slots
         """
-        if not (plan.proposals or plan.copies):
+        if not plan.proposals:
             return None
         starts = {proposal.slot: rows[proposal.slot] for proposal in plan.proposals}
         proposals = plan.proposals
@@ -77,7 +77,6 @@ class DraftModel:
                 ),
                 decode=tuple(proposal.slot for proposal in single),
                 longest=max((proposal.past + 1 for proposal in single), default=0),
-                copies=plan.copies,
             )
         ).settle()
         pending = [proposal for proposal in proposals if proposal.count]
@@ -262,7 +261,7 @@ class Lanes:
             raise RuntimeError("drafts of a deterministic model need the fast decode step")
         token, start, length, adapters = (column.clone() for column in packed.view(4, -1))
         none = torch.zeros_like(start)
-        columns = RowColumns(token, start, length, none, none)
+        columns = RowColumns(token, start, length, none, none, network.cache.table)
         lanes = torch.arange(self.count, device=packed.device)
         adapters = adapters[:-1] if self._bounds.lora else None
         x = step.forward(columns, lanes, self._bounds, adapters)

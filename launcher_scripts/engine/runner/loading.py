@@ -39,6 +39,7 @@ from launcher_scripts.engine.model.kv_cache import (
     LayerStates,
     RowStatePool,
     available_memory,
+    block_tokens,
     bytes_per_row,
     bytes_per_token,
     plan_capacity,
@@ -436,14 +437,10 @@ def assemble_runner(
     token_bytes = sum(bytes_per_token(state.values(), dtype) for state in states)
     if draft is not None and draft.draft is not None:
         token_bytes += config.hidden_size * DTYPES[settings.data_type].itemsize
-    capacity = communicator.minimum(
-        plan_capacity(
-            max_tokens,
-            token_bytes,
-            memory - (rows + 1 + snapshots) * row_bytes,
-        )
-    )
-    if capacity < 2:
+    memory -= (rows + 1 + snapshots) * row_bytes
+    size = block_tokens(device)
+    capacity = communicator.minimum(plan_capacity(max_tokens, token_bytes, memory, size, rows))
+    if not capacity:
         suffix = " and the draft model's" if draft else ""
         raise ServerError(
             f"no memory is left for keys and values beside the model's{suffix} weights"
@@ -456,7 +453,9 @@ def assemble_runner(
         retained = _states(weights.config, settings, communicator)
         row_states = RowStatePool(retained, rows, snapshots, DTYPES[settings.data_type], device)
         arrivals = rows * family.heads(weights.config, communicator.tp_size).num_heads
-        cache = KVCache(retained, capacity, dtype, device, row_states, arrivals)
+        sizes = retained, capacity, dtype, device, row_states, arrivals
+        table = None if draft_runner is None else draft_runner.decoder.cache.table
+        cache = KVCache(*sizes, slots=rows, table=table)
         parts = cache, by.kernels, communicator, device
         network = _network_of(settings, weights, parts, is_target=weights is target)
         if draft_runner is not None and isinstance(draft_runner.decoder, DraftHead):

@@ -41,7 +41,7 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True)
 class Nowhere:
-    """Targets of tokens and rows that only pad a batch: a cache token and a slot of no row."""
+    """Targets of tokens and rows that only pad a batch: an address and a slot of no row."""
 
     token: int
     slot: int

@@ -148,7 +148,7 @@ class Runner:
         self._slots, self._longest = slots, longest
         self.communicator = communicator
         self.device = device
-        self.states = RowStates(slots, decoder.cache.scratch, device)
+        self.states = RowStates(slots, decoder.cache.scratch, device, decoder.cache.table)
         self._rows: dict[int, RowStart] = {}
         self.beams = BeamSearch(decoder, communicator, self.states)
         self._graphs = graphs
@@ -216,18 +216,14 @@ class Runner:
         """Do what is planned, as a part of a step that is under way."""
         result = StepResult()
         if plan.moves:
-            self.decoder.cache.shift(plan.moves)
             self.states.slide(plan.moves)
-        self.decoder.cache.copy_runs(plan.copies)
+        if plan.blocks:
+            self.decoder.cache.assign(plan.blocks)
         self.decoder.cache.row_states.copy(plan.state_copies)
         if plan.starts:
             self._rows.update({row.slot: row for row in plan.starts})
             self.states.join(plan.starts)
             self._batches.forget()
-        if plan.places:
-            self.states.relocate(plan.places)
-            for move in plan.places:
-                self._rows[move.slot] = replace(self._rows[move.slot], start=move.start)
         if plan.masks:
             self.states.set_masks(plan.masks)
         proposed = None

@@ -24,7 +24,7 @@ from launcher_scripts.engine.distributed.communicator import Communicator
 from launcher_scripts.engine.model.decode_step import DecodeStep
 from launcher_scripts.engine.model.families import engine_family, kernels_for, stage_states
 from launcher_scripts.engine.model.forward_context import PrefillContext
-from launcher_scripts.engine.model.kv_cache import KVCache, RowStatePool
+from launcher_scripts.engine.model.kv_cache import KVCache, RowStatePool, block_tokens
 from launcher_scripts.engine.model.layers import (
     MLP,
     Chunk,
@@ -276,7 +276,8 @@ class TracedModel:
         loader = family.loader(config, self._parallelism, number, torch.float32, CPU, self._read)
         states = stage_states(config, self._parallelism, number, 1)
         rows = RowStatePool(states, 1, 1, torch.float32, CPU)
-        cache = KVCache(states, 2 * self._max_tokens, torch.float32, CPU, rows)
+        tokens = -(-2 * self._max_tokens // block_tokens(CPU)) * block_tokens(CPU)
+        cache = KVCache(states, tokens, torch.float32, CPU, rows)
         return _Stage(self._steps, loader.load(), cache, kernels_for("cpu"), Communicator(), CPU)
 
     def _read(self, spec: WeightSpec, layer: int | None) -> NDArray[Any]:

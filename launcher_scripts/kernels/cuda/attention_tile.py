@@ -12,7 +12,14 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from launcher_scripts.kernels.cuda.elementwise import for_products, in_halves, kept, prefetch_both
+from launcher_scripts.kernels.cuda.elementwise import (
+    BYTES,
+    cache_token,
+    for_products,
+    in_halves,
+    kept,
+    prefetch,
+)
 from launcher_scripts.kernels.cuda.norm import store_expected
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -20,13 +27,80 @@ MIN_SIDE = 16  # of a matrix product
 
 
 @triton.jit
-def load_keys_values(keys, values, pool, tokens, last, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Keys and values of some tokens; zeros from `last` on."""
+def tile_blocks(table, first, present, TILE: tl.constexpr, BLOCK_TOKENS: tl.constexpr):
+    """Blocks of the tile from address `first` on, for tile_tokens; none is read without `present`.
+
+    A tile that is no larger than a block is in one or two of them. Loops look up the next tile's
+    while they wait for this one's tokens.
+    """
+    if BLOCK_TOKENS >= TILE:
+        lower = tl.load(table + first // BLOCK_TOKENS, mask=present, other=0)
+        upper = tl.load(table + (first + TILE - 1) // BLOCK_TOKENS, mask=present, other=0)
+    elif BLOCK_TOKENS > 0:
+        lower = tl.load(table + (first + tl.arange(0, TILE)) // BLOCK_TOKENS, mask=present, other=0)
+        upper = lower
+    else:
+        lower = tl.full((), 0, tl.int32)
+        upper = lower
+    return lower, upper
+
+
+@triton.jit
+def tile_tokens(lower, upper, first, TILE: tl.constexpr, BLOCK_TOKENS: tl.constexpr):
+    """Cache tokens, int64 [TILE], of the tile from address `first` on."""
+    tokens = first.to(tl.int64) + tl.arange(0, TILE)
+    if BLOCK_TOKENS >= TILE:
+        begin = first // BLOCK_TOKENS * BLOCK_TOKENS
+        block = tl.where(tokens < begin + BLOCK_TOKENS, lower, upper - 1)
+        tokens = block.to(tl.int64) * BLOCK_TOKENS + (tokens - begin)
+    elif BLOCK_TOKENS > 0:
+        tokens = lower.to(tl.int64) * BLOCK_TOKENS + tokens % BLOCK_TOKENS
+    return tokens
+
+
+@triton.jit
+def load_keys_values(
+    cache,
+    located,
+    tokens,
+    last,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Keys and values of some of a row's tokens; zeros from `last` on.
+
+    cache: keys, values, and where the head begins in them;  located: the tokens in it
+    """
+    keys, values, pool = cache
     features = tl.arange(0, BLOCK)
-    where = pool + tokens[:, None].to(tl.int64) * SIZE + features[None, :]
+    where = pool + located[:, None] * SIZE + features[None, :]
     mask = (tokens < last)[:, None] & (features < SIZE)[None, :]
     key = tl.load(keys + where, mask=mask, other=0.0)
     return key, tl.load(values + where, mask=mask, other=0.0)
+
+
+@triton.jit
+def _prefetch(
+    keys,
+    values,
+    pool,
+    table,
+    first,
+    count,
+    TOKENS: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+):
+    """Prefetch `count` of a row's tokens from address `first` on, TOKENS at most."""
+    if TOKENS > 0:
+        line: tl.constexpr = BYTES * 8 // keys.dtype.element_ty.primitive_bitwidth
+        lines: tl.constexpr = TOKENS * BLOCK // line
+        number = tl.minimum(tl.arange(0, lines) * line, tl.maximum(count * SIZE - 1, 0))
+        token = cache_token(table, first + number // SIZE, BLOCK_TOKENS)
+        where = pool + token * SIZE + number % SIZE
+        prefetch(keys + where)
+        prefetch(values + where)
 
 
 @triton.jit
@@ -277,6 +351,7 @@ def attend_grouped(
     query,
     keys,
     values,
+    table,
     starts,
     lengths,
     slopes,
@@ -312,6 +387,7 @@ def attend_grouped(
     STATE: tl.constexpr,
     STATE_PARTS: tl.constexpr,
     TILE: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
     MEMBERS: tl.constexpr,
     PRECISION: tl.constexpr,
     PREFETCH: tl.constexpr,
@@ -332,14 +408,19 @@ def attend_grouped(
     old, first, last, parts = part_of(length - (1 if FRESH else 0), split, SPLITS, TILE)
     if first > 0 and first >= old:
         return
-    pool = (group * pool_tokens.to(tl.int64) + tl.load(starts + row)) * SIZE
+    pool, start = group * pool_tokens.to(tl.int64) * SIZE, tl.load(starts + row)
     pos = tl.load(positions + row).to(tl.int32) if RELATIVE or HALF > 0 else 0
     members, features = tl.arange(0, MEMBERS), tl.arange(0, BLOCK)
     heads = group * GROUP + tl.minimum(members, GROUP - 1)
     slope = tl.load(slopes + heads) if ALIBI else 0.0
     group_bias = bias + heads * (2 * reach + 1) if RELATIVE else 0
+    lower, upper = tile_blocks(table, start + first, first < last, TILE, BLOCK_TOKENS)
+    newest = pool + cache_token(table, start + old, BLOCK_TOKENS) * SIZE if FRESH else pool
     if USE_PDL:
-        prefetch_both(keys, values, pool + first * SIZE, (last - first) * SIZE, PREFETCH * BLOCK)
+        _prefetch(
+            *(keys, values, pool, table, start + first, last - first),
+            *(PREFETCH, SIZE, BLOCK, BLOCK_TOKENS),
+        )
         gdc_wait()
     width: tl.constexpr = (HEADS + (2 * (HEADS // GROUP) if STORE else 0)) * SIZE
     queries, stride = query + row * width, tl.num_programs(0) * width
@@ -350,10 +431,9 @@ def attend_grouped(
     total = tl.zeros([MEMBERS], tl.float32)
     m, acc = total - 1e30, tl.zeros([MEMBERS, BLOCK], tl.float32)
     if FRESH and split == 0:
-        offset = pool + old.to(tl.int64) * SIZE + features
         new = queries + (HEADS + group) * SIZE, queries + (HEADS + HEADS // GROUP + group) * SIZE
         key, value = newest_token(
-            (keys, values), offset, new, stride, rotary, STORE, PARTS, SIZE, HALF
+            (keys, values), newest + features, new, stride, rotary, STORE, PARTS, SIZE, HALF
         )
         m = capped(tl.sum(exact * key[None, :], 1) * scale, SOFTCAP)
         if RELATIVE:
@@ -365,11 +445,42 @@ def attend_grouped(
     for tile in range(first, last, TILE):
         tokens = tile + tl.arange(0, TILE)
         gains = _gains(tokens, slope, length, group_bias, pos, reach, last, ALIBI, RELATIVE)
-        key, value = load_keys_values(keys, values, pool, tokens, last, SIZE, BLOCK)
+        located = tile_tokens(lower, upper, start + tile, TILE, BLOCK_TOKENS)
+        key, value = load_keys_values((keys, values, pool), located, tokens, last, SIZE, BLOCK)
+        following = tile + TILE
+        lower, upper = tile_blocks(table, start + following, following < last, TILE, BLOCK_TOKENS)
         m, total, acc = _add_tokens(
             m, total, acc, key, value, rounded, scale, gains, SOFTCAP, PRECISION, PTX
         )
-    offset = row * HEADS + heads
+    _finish_group(
+        *(partial, weights, arrivals, out, row * (HEADS // GROUP) + group, split, parts),
+        *(acc, m, total, MEMBERS, GROUP, SIZE, BLOCK, SPLITS, SPLIT_BLOCK),
+    )
+
+
+@triton.jit
+def _finish_group(
+    partial,
+    weights,
+    arrivals,
+    out,
+    pair,
+    split,
+    parts,
+    acc,
+    m,
+    total,
+    MEMBERS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPLIT_BLOCK: tl.constexpr,
+):
+    """Store the outputs of a group; those of parts, which the last one to end merges."""
+    members, features = tl.arange(0, MEMBERS), tl.arange(0, BLOCK)
+    mask = (features < SIZE)[None, :] & (members < GROUP)[:, None]
+    offset = pair * GROUP + tl.minimum(members, GROUP - 1)
     if SPLITS == 1:
         target = out + offset[:, None] * SIZE + features[None, :]
         tl.store(target, (acc / total[:, None]).to(out.dtype.element_ty), mask=mask)
@@ -379,6 +490,6 @@ def attend_grouped(
         tl.store(weights + part * 2, m, mask=members < GROUP)
         tl.store(weights + part * 2 + 1, total, mask=members < GROUP)
         merge_if_last(
-            *(partial, weights, arrivals, out, row * (HEADS // GROUP) + group, parts),
+            *(partial, weights, arrivals, out, pair, parts),
             *(GROUP, SIZE, BLOCK, SPLITS, SPLIT_BLOCK),
         )

@@ -16,8 +16,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from launcher_scripts.kernels import reference_sampling
 from launcher_scripts.kernels.cuda.compiling import launcher, pdl_options
-from launcher_scripts.kernels.operands import BeamColumns
-from launcher_scripts.kernels.reference_sampling import BeamShape
+from launcher_scripts.kernels.cuda.elementwise import cache_token
+from launcher_scripts.kernels.reference_sampling import BeamColumns, BeamShape
 
 MAX_WIDTH = 8  # whose candidates one program holds
 BLOCK = 1024  # logits that a program of the first kernel has
@@ -253,6 +253,7 @@ def copy_hypotheses(
     length,
     prompt_length,
     start,
+    table,
     tokens,
     count,
     WIDTH: tl.constexpr,
@@ -261,6 +262,7 @@ def copy_hypotheses(
     SIZE: tl.constexpr,
     HEAD: tl.constexpr,
     HAS_IDS: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
     """One program: AT_ONCE of the last tokens of a search, of one layer's head's keys or values."""
@@ -276,8 +278,11 @@ def copy_hypotheses(
     parent = tl.load(parents + row, mask=local, other=0)
     position = tl.load(length + slot, mask=local, other=0) - 1 - back
     local = local & (position >= tl.load(prompt_length + slot, mask=local, other=0))
+    position = tl.where(local, position, 0)
     source = tl.load(start + parent, mask=local, other=0) + position
     target = tl.load(start + slot, mask=local, other=0) + position
+    source = cache_token(table, source, BLOCK_TOKENS)
+    target = cache_token(table, target, BLOCK_TOKENS)
     local = local & (source != target)
     channel = tl.arange(0, HEAD)
     mask = local[:, None] & (channel < SIZE)[None, :]
@@ -300,6 +305,7 @@ def reorder_beams(
 ) -> None:
     """See reference_beams.reorder_beams."""
     layers, pair, heads, tokens, size = pool.shape
+    table = columns.table
     rows, head = triton.next_power_of_2(width), triton.next_power_of_2(size)
     at_once = max(1, TILE // (rows * head))
     grid = (layers * pair * heads, slots.shape[0] // width, triton.cdiv(count, at_once))
@@ -311,6 +317,7 @@ def reorder_beams(
         columns.length,
         columns.prompt_length,
         columns.start,
+        slots if table is None else table.entries,
         tokens,
         count,
         WIDTH=width,
@@ -319,6 +326,7 @@ def reorder_beams(
         SIZE=size,
         HEAD=head,
         HAS_IDS=ids is not None,
+        BLOCK_TOKENS=0 if table is None else table.tokens,
         num_warps=4,
         **pdl_options(pool),
     )

@@ -24,9 +24,11 @@ from launcher_scripts.kernels.cuda.attention_tile import (
     part_of,
     reached,
     store_head,
+    tile_blocks,
+    tile_tokens,
 )
 from launcher_scripts.kernels.cuda.compiling import NO_PDL, launcher, pdl_options, traits_of
-from launcher_scripts.kernels.cuda.elementwise import in_halves
+from launcher_scripts.kernels.cuda.elementwise import cache_token, in_halves
 from launcher_scripts.kernels.cuda.norm import norm_code, parts_of, store_expected
 from launcher_scripts.kernels.operands import (
     AttentionScores,
@@ -173,6 +175,7 @@ def attend(
     query,
     keys,
     values,
+    table,
     starts,
     lengths,
     slopes,
@@ -208,6 +211,7 @@ def attend(
     STATE: tl.constexpr,
     STATE_PARTS: tl.constexpr,
     TILE: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
     PTX: tl.constexpr,
 ):
     """One program: one row, one query head, one of SPLITS parts of the context.
@@ -233,9 +237,14 @@ def attend(
     if first > 0 and first >= old:
         return
     group, output_row = head // GROUP, row * HEADS + head  # the head's keys and values; its outputs
-    pool = (group * pool_tokens.to(tl.int64) + tl.load(starts + row)) * SIZE
-    tokens = first + tl.arange(0, TILE)
-    key, value = load_keys_values(keys, values, pool, tokens, last, SIZE, BLOCK)
+    pool, start = group * pool_tokens.to(tl.int64) * SIZE, tl.load(starts + row)
+    cache, tokens = (keys, values, pool), first + tl.arange(0, TILE)
+    lower, upper = tile_blocks(table, start + first, first < last, TILE, BLOCK_TOKENS)
+    located = tile_tokens(lower, upper, start + first, TILE, BLOCK_TOKENS)
+    key, value = load_keys_values(cache, located, tokens, last, SIZE, BLOCK)
+    following = first + TILE
+    lower, upper = tile_blocks(table, start + following, following < last, TILE, BLOCK_TOKENS)
+    newest = pool + cache_token(table, start + old, BLOCK_TOKENS) * SIZE if FRESH else pool
     slope = tl.load(slopes + head) if ALIBI else 0.0
     pos = tl.load(positions + row).to(tl.int32) if RELATIVE or HALF > 0 else 0
     bias += head * (2 * reach + 1) if RELATIVE else 0
@@ -248,18 +257,22 @@ def attend(
     q *= scale
     new = queries + (HEADS + group) * SIZE, queries + (HEADS + HEADS // GROUP + group) * SIZE
     m, total, acc = _newest_first(
-        *((keys, values), pool + old.to(tl.int64) * SIZE + features, new, stride, rotary),
+        *((keys, values), newest + features, new, stride, rotary),
         *(q, bias, old - pos, reach, FRESH and split == 0, head % GROUP == 0),
         *(RELATIVE, SOFTCAP, STORE, PARTS, SIZE, HALF),
     )
     if SINKS and split == 0:
         m, total, acc = add_sink(m, total, acc, tl.load(sinks + head))
     key, value = in_halves(key, PTX), in_halves(value, PTX)
-    for _ in range(first, last, TILE):
-        later = load_keys_values(keys, values, pool, tokens + TILE, last, SIZE, BLOCK)
+    for tile in range(first, last, TILE):
+        tokens, following = tile + tl.arange(0, TILE), tile + TILE
+        located = tile_tokens(lower, upper, start + following, TILE, BLOCK_TOKENS)
+        later = load_keys_values(cache, located, tokens + TILE, last, SIZE, BLOCK)
+        following += TILE
+        lower, upper = tile_blocks(table, start + following, following < last, TILE, BLOCK_TOKENS)
         bonus = bonus_of(tokens, slope, length, bias, pos, reach, last, ALIBI, RELATIVE)
         m, total, acc = add_tile(m, total, acc, key, value, q, bonus, SOFTCAP)
-        tokens, key, value = tokens + TILE, in_halves(later[0], PTX), in_halves(later[1], PTX)
+        key, value = in_halves(later[0], PTX), in_halves(later[1], PTX)
     _finish(
         *(partial, weights, arrivals, out, output_row, split, parts, acc, m, total),
         *(SIZE, BLOCK, SPLITS, SPLIT_BLOCK),
@@ -365,22 +378,21 @@ def attention_launch(
     ahead = None if norm is None else state
     starts, lengths, positions = rows
     slopes, relative, sinks = scores.slopes, scores.relative, scores.sinks
-    count, num_heads, size = starts.shape[0], heads.num_heads, heads.head_size
+    count, num_heads, size = len(starts), heads.num_heads, heads.head_size
     shape = attention_shape(longest, count, heads, dtype, cache.keys.dtype)
-    splits, device = shape.splits, query.device
+    splits, device, arrivals = shape.splits, query.device, cache.arrivals
     out = torch.empty(count, num_heads * size, dtype=dtype, device=device)
     # [rows, heads, splits]: unnormalized outputs, then the largest score and the sum of weights
     partial = torch.empty(count, num_heads, splits, size, device=device)
     weights = torch.empty(count, num_heads, splits, 2, device=device)
-    arrivals = cache.arrivals
     if arrivals is None or arrivals.numel() < count * num_heads:
         arrivals = torch.zeros(count * num_heads, dtype=torch.int32, device=device)
-    cosines, sines = (weights, weights) if rotary is None else rotary
     kernel, across, more = _attention_kernel(shape, heads, exact=dtype == torch.float32)
     launcher(kernel, (count, across, splits + (ahead is not None)))(
         query,
         cache.keys,
         cache.values,
+        cache.entries,
         starts,
         lengths,
         weights if slopes is None else slopes,
@@ -391,8 +403,7 @@ def attention_launch(
         partial,
         weights,
         arrivals,
-        cosines,
-        sines,
+        *((weights, weights) if rotary is None else rotary),
         weights if ahead is None else ahead.row_stats,
         cache.keys.shape[1],
         scores.scale,
@@ -410,11 +421,12 @@ def attention_launch(
         FRESH=fresh,
         STORE=store,
         PARTS=parts,
-        HALF=0 if rotary is None else cosines.shape[1],
+        HALF=0 if rotary is None else rotary[0].shape[1],
         NORM=0 if ahead is None else norm_code(norm),
         STATE=0 if ahead is None else ahead.exact.shape[1],
         STATE_PARTS=0 if ahead is None else parts_of(ahead.row_stats),
         TILE=shape.tile,
+        BLOCK_TOKENS=cache.block_tokens,
         PTX=traits_of(device).runs_ptx,
         num_warps=shape.warps,
         num_stages=shape.stages,

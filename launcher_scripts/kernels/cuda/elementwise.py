@@ -53,14 +53,12 @@ def prefetch_if(addresses, condition):
 
 
 @triton.jit
-def prefetch_both(first, second, begin, count, MOST: tl.constexpr):
-    """Prefetch `count` numbers of both from `begin` on, MOST (a power of two, or 0) at most."""
-    if MOST > 0:
-        line: tl.constexpr = BYTES * 8 // first.dtype.element_ty.primitive_bitwidth
-        lines = tl.arange(0, MOST // line) * line
-        line_indices = begin + tl.minimum(lines, tl.maximum(count - 1, 0))
-        prefetch(first + line_indices)
-        prefetch(second + line_indices)
+def cache_token(table, address, BLOCK_TOKENS: tl.constexpr):
+    """Cache tokens at addresses of any shape (see BlockTable); these, where BLOCK_TOKENS is 0."""
+    if BLOCK_TOKENS > 0:
+        block = tl.load(table + address // BLOCK_TOKENS).to(tl.int64)
+        return block * BLOCK_TOKENS + address % BLOCK_TOKENS
+    return address
 
 
 E4M3_MAX = tl.constexpr(448.0)

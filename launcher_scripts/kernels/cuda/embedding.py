@@ -8,6 +8,8 @@ take 5 us longer (docs/decode-speed.md).
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -15,6 +17,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
 from launcher_scripts.kernels.cuda.compiling import launcher, pdl_options
+from launcher_scripts.kernels.cuda.elementwise import cache_token
 from launcher_scripts.kernels.cuda.norm import (
     empty_stats,
     full_row_parts,
@@ -46,6 +49,7 @@ def begin_rows(
     source_start,
     source_length,
     history,
+    block_table,
     table,
     position_table,
     starts,
@@ -53,6 +57,7 @@ def begin_rows(
     lengths,
     sources,
     source_starts,
+    located,
     exact,
     rounded,
     gain,
@@ -62,6 +67,7 @@ def begin_rows(
     padding,
     size,
     eps,
+    BLOCK_TOKENS: tl.constexpr,
     SOURCES: tl.constexpr,
     POSITIONS: tl.constexpr,
     ROUNDED: tl.constexpr,
@@ -82,7 +88,9 @@ def begin_rows(
     identity = tl.load(token + slot)
     first = tl.load(start + slot)
     position = tl.load(length + slot)
-    tl.store(history + first + position, identity)
+    new = cache_token(block_table, first + position, BLOCK_TOKENS)
+    tl.store(history + new, identity)
+    tl.store(located + row, new)
     tl.store(length + slot, position + 1, mask=slot != padding)
     tl.store(starts + row, first)
     tl.store(positions + row, position)
@@ -135,8 +143,8 @@ def begin_step(
     rounded = exact if alike else exact.new_empty(rows, size, dtype=dtype)
     parts = 0 if folded is None else full_row_parts(size)
     row_stats = None if folded is None else empty_stats(parts, slots.device)
-    numbers = torch.empty(5, rows, dtype=torch.int64, device=slots.device)
-    starts, positions, lengths, source_starts, source_lengths = numbers
+    numbers = torch.empty(6, rows, dtype=torch.int64, device=slots.device)
+    starts, positions, lengths, source_starts, source_lengths, located = numbers
     launcher(begin_rows, (rows,))(
         slots,
         columns.token,
@@ -145,6 +153,7 @@ def begin_step(
         columns.source_start,
         columns.source_length,
         history,
+        slots if columns.table is None else columns.table.entries,
         tables.tokens,
         tables.tokens if tables.positions is None else tables.positions,
         starts,
@@ -152,6 +161,7 @@ def begin_step(
         lengths,
         source_lengths,
         source_starts,
+        located,
         exact,
         rounded,
         exact if folded is None else folded.weight,
@@ -161,6 +171,7 @@ def begin_step(
         columns.padding,
         size,
         0.0 if folded is None else folded.eps,
+        BLOCK_TOKENS=0 if columns.table is None else columns.table.tokens,
         SOURCES=sources,
         POSITIONS=tables.positions is not None,
         ROUNDED=rounded is not exact,
@@ -169,9 +180,9 @@ def begin_step(
         BLOCK=triton.next_power_of_2(size),
         num_warps=8,
     )
-    step_rows = StepRows(starts, positions, lengths)
+    step_rows = StepRows(starts, positions, lengths, located=located)
     if sources:
-        step_rows = StepRows(starts, positions, lengths, source_starts, source_lengths)
+        step_rows = replace(step_rows, source_starts=source_starts, source_lengths=source_lengths)
     if rows == 1:
         return Hidden(exact, rounded, row_stats), step_rows
     return hidden(exact, norm_of_next, dtype), step_rows

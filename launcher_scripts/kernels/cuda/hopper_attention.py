@@ -26,31 +26,57 @@ from launcher_scripts.kernels.cuda.compiling import launcher
 from launcher_scripts.kernels.operands import QUERIES_PER_TILE, LayerCache
 
 KEYS_PER_TILE = 128
+PANEL = 64  # features that lie together in shared memory, where rows follow each other by panels
 STAGES = 2  # tiles of keys and of values in shared memory
 HEADS_PER_PROGRAM = 2
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
 
 
 @gluon.jit
-def _copy_tiles(buffers, barriers, descriptors, line, count, TILE: gl.constexpr):
+def _copy_tile(pool, source, first, stage, ready, target, SIZE: gl.constexpr, TILE: gl.constexpr):
+    """Copy one tile, part by part as its rows are in the cache and its panels in `target`.
+
+    source: the table, and the cache's line of the head's first token;  first: the tile's address
+    """
+    table, line, BLOCK_TOKENS = source
+    rows: gl.constexpr = pool.block_type.shape[0]
+    panels: gl.constexpr = SIZE // pool.block_type.shape[1]
+    parts: gl.constexpr = TILE // rows
+    mbarrier.expect(ready.index(stage), TILE * SIZE * 2)
+    for part in gl.static_range(parts):
+        token = first + part * rows
+        if BLOCK_TOKENS > 0:
+            block = gl.load(table + token // BLOCK_TOKENS)
+            token = block * BLOCK_TOKENS + token % BLOCK_TOKENS
+        for panel in gl.static_range(panels):
+            piece = target.index((stage * panels + panel) * parts + part)
+            where = [(line + token).to(gl.int32), panel * pool.block_type.shape[1]]
+            tma.async_copy_global_to_shared(pool, where, ready.index(stage), piece)
+
+
+@gluon.jit
+def _copy_tiles(
+    buffers,
+    barriers,
+    descriptors,
+    source,
+    start,
+    count,
+    STAGES: gl.constexpr,
+    SIZE: gl.constexpr,
+    TILE: gl.constexpr,
+):
     """Copy `count` tiles of keys and values, the last one first."""
     keys, values = buffers
     keys_ready, keys_free, values_ready, values_free = barriers
     key_rows, value_rows = descriptors
-    stages: gl.constexpr = keys.shape[0]
     for index in range(count):
-        row = line + (count - 1 - index) * TILE
-        stage, phase = index % stages, (index // stages) & 1
+        first = start + (count - 1 - index) * TILE
+        stage, phase = index % STAGES, (index // STAGES) & 1
         mbarrier.wait(keys_free.index(stage), phase ^ 1)
-        mbarrier.expect(keys_ready.index(stage), key_rows.block_type.nbytes)
-        tma.async_copy_global_to_shared(
-            key_rows, [row, 0], keys_ready.index(stage), keys.index(stage)
-        )
+        _copy_tile(key_rows, source, first, stage, keys_ready, keys, SIZE, TILE)
         mbarrier.wait(values_free.index(stage), phase ^ 1)
-        mbarrier.expect(values_ready.index(stage), value_rows.block_type.nbytes)
-        tma.async_copy_global_to_shared(
-            value_rows, [row, 0], values_ready.index(stage), values.index(stage)
-        )
+        _copy_tile(value_rows, source, first, stage, values_ready, values, SIZE, TILE)
 
 
 @gluon.jit
@@ -204,6 +230,7 @@ def attend_group(
     query,
     key_rows,
     value_rows,
+    table,
     tiles,
     out,
     pool_tokens,
@@ -213,6 +240,9 @@ def attend_group(
     SIZE: gl.constexpr,
     QUERIES: gl.constexpr,
     TILE: gl.constexpr,
+    PIECE: gl.constexpr,
+    PANEL: gl.constexpr,
+    BLOCK_TOKENS: gl.constexpr,
     STAGES: gl.constexpr,
     REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
@@ -225,14 +255,19 @@ def attend_group(
     head = gl.program_id(0) * 2
     first = gl.load(tile)
     count = gl.load(tile + 1).to(gl.int32)
-    start = gl.load(tile + 2).to(gl.int32)
+    start = gl.load(tile + 2)
     past = gl.load(tile + 3).to(gl.int32)
-    line = (head // GROUP) * pool_tokens + start
+    source = table, (head // GROUP) * pool_tokens, BLOCK_TOKENS
     end = gl.maximum((past + count + TILE - 1) // TILE, 1)
     dtype: gl.constexpr = key_rows.dtype
-    keys = gl.allocate_shared_memory(dtype, [STAGES, TILE, SIZE], key_rows.layout)
-    values = gl.allocate_shared_memory(dtype, [STAGES, TILE, SIZE], value_rows.layout)
-    queries = gl.allocate_shared_memory(dtype, [2, QUERIES, SIZE], key_rows.layout)
+    # Pieces as they are copied; tiles of them, panel by panel, as they are multiplied.
+    pieces: gl.constexpr = STAGES * (TILE // PIECE) * (SIZE // PANEL)
+    copied_keys = gl.allocate_shared_memory(dtype, [pieces, PIECE, PANEL], key_rows.layout)
+    copied_values = gl.allocate_shared_memory(dtype, [pieces, PIECE, PANEL], value_rows.layout)
+    layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    keys = copied_keys._reinterpret(dtype, [STAGES, TILE, SIZE], layout)
+    values = copied_values._reinterpret(dtype, [STAGES, TILE, SIZE], layout)
+    queries = gl.allocate_shared_memory(dtype, [2, QUERIES, SIZE], layout)
     keys_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     keys_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     values_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -243,7 +278,8 @@ def attend_group(
         mbarrier.init(keys_free.index(stage), count=2)
         mbarrier.init(values_free.index(stage), count=2)
     fence_async_shared()
-    buffers = keys, values
+    buffers, copied = (keys, values), (copied_keys, copied_values)
+    descriptors = key_rows, value_rows
     barriers = keys_ready, keys_free, values_ready, values_free
     rows = first, count, past
     own = queries.index(0), queries.index(1)
@@ -252,7 +288,7 @@ def attend_group(
         [
             (_attend_head, (head, query, out, own[0], others, end, scale, HEADS, SIZE, TILE)),
             (_attend_head, (head + 1, query, out, own[1], others, end, scale, HEADS, SIZE, TILE)),
-            (_copy_tiles, (buffers, barriers, (key_rows, value_rows), line, end, TILE)),
+            (_copy_tiles, (copied, barriers, descriptors, source, start, end, STAGES, SIZE, TILE)),
         ],
         [4, 1],
         [REGISTERS, PRODUCER_REGISTERS],
@@ -263,7 +299,7 @@ def group_attention(query: Tensor, cache: LayerCache, tiles: Tensor, scale: floa
     """See reference.prompt_attention, for what prompt_attention.prompt_attention leaves to it."""
     tokens, heads, size = query.shape
     out = query.new_empty(tokens, heads * size)
-    block = [KEYS_PER_TILE, size]
+    block = [min(cache.block_tokens or KEYS_PER_TILE, KEYS_PER_TILE), PANEL]
     element = gl.bfloat16 if query.dtype == torch.bfloat16 else gl.float16
     layout = gl.NVMMASharedLayout.get_default_for(block, element)
     key_rows, value_rows = (
@@ -274,6 +310,7 @@ def group_attention(query: Tensor, cache: LayerCache, tiles: Tensor, scale: floa
         query,
         key_rows,
         value_rows,
+        tiles if cache.table is None else cache.table.entries,
         tiles,
         out,
         cache.keys.shape[1],
@@ -283,6 +320,9 @@ def group_attention(query: Tensor, cache: LayerCache, tiles: Tensor, scale: floa
         SIZE=size,
         QUERIES=QUERIES_PER_TILE,
         TILE=KEYS_PER_TILE,
+        PIECE=block[0],
+        PANEL=PANEL,
+        BLOCK_TOKENS=cache.block_tokens,
         STAGES=STAGES,
         REGISTERS=CONSUMER_REGISTERS,
         PRODUCER_REGISTERS=PRODUCER_REGISTERS,

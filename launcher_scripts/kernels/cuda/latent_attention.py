@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from launcher_scripts.kernels import reference_attention as reference
-from launcher_scripts.kernels.cuda.attention_tile import MIN_SIDE, part_of
+from launcher_scripts.kernels.cuda.attention_tile import MIN_SIDE, part_of, tile_blocks, tile_tokens
 from launcher_scripts.kernels.cuda.compiling import launcher, pdl_options, traits_of
 from launcher_scripts.kernels.cuda.elementwise import in_halves, kept
 from launcher_scripts.kernels.operands import AttentionScores, LayerCache, Norm, RotaryTable
@@ -136,6 +136,7 @@ def attend_latent_tiles(
     absorbed,
     query,
     keys,
+    table,
     starts,
     lengths,
     partial,
@@ -152,6 +153,7 @@ def attend_latent_tiles(
     BLOCK_R: tl.constexpr,
     BLOCK_P: tl.constexpr,
     TILE: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
     PRECISION: tl.constexpr,
     PTX: tl.constexpr,
     USE_PDL: tl.constexpr,
@@ -167,7 +169,8 @@ def attend_latent_tiles(
     ranks, turns = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_P)
     length = tl.load(lengths + row).to(tl.int32)
     _, first, last, _ = part_of(length, split, SPLITS, TILE)
-    pool = keys + tl.load(starts + row) * (RANK + ROPE)
+    start = tl.load(starts + row)
+    lower, upper = tile_blocks(table, start + first, first < last, TILE, BLOCK_TOKENS)
     if USE_PDL:
         gdc_wait()
     if first > 0 and first >= length:
@@ -182,7 +185,10 @@ def attend_latent_tiles(
     for tile in range(first, last, TILE):
         tokens = tile + tl.arange(0, TILE)
         of_tokens = tokens < last
-        line = pool + tokens[:, None].to(tl.int64) * (RANK + ROPE)
+        located = tile_tokens(lower, upper, start + tile, TILE, BLOCK_TOKENS)
+        following = tile + TILE
+        lower, upper = tile_blocks(table, start + following, following < last, TILE, BLOCK_TOKENS)
+        line = keys + located[:, None] * (RANK + ROPE)
         latent = tl.load(
             line + ranks[None, :], mask=of_tokens[:, None] & of_ranks[None, :], other=0.0
         )
@@ -373,6 +379,7 @@ def attend_latents(
         absorbed,
         query,
         cache.keys,
+        cache.entries,
         starts,
         lengths,
         partial,
@@ -386,6 +393,7 @@ def attend_latents(
         BLOCK_R=block_r,
         BLOCK_P=max(MIN_SIDE, _power(rope)),
         TILE=tile,
+        BLOCK_TOKENS=cache.block_tokens,
         PRECISION=precision,
         PTX=traits_of(device).runs_ptx,
         num_warps=4 if narrow else 8,

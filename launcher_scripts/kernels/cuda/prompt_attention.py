@@ -9,7 +9,14 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from launcher_scripts.kernels import reference, reference_attention
-from launcher_scripts.kernels.cuda.attention_tile import LOG2_E, MIN_SIDE, capped, reached
+from launcher_scripts.kernels.cuda.attention_tile import (
+    LOG2_E,
+    MIN_SIDE,
+    capped,
+    reached,
+    tile_blocks,
+    tile_tokens,
+)
 from launcher_scripts.kernels.cuda.compiling import (
     HOPPER,
     has_gluon,
@@ -145,6 +152,7 @@ def attend_prompts(
     query,
     keys,
     values,
+    table,
     tiles,
     slopes,
     sinks,
@@ -164,6 +172,7 @@ def attend_prompts(
     SOFTCAP: tl.constexpr,
     QUERIES: tl.constexpr,
     TILE: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
     PRECISION: tl.constexpr,
     PTX: tl.constexpr,
 ):
@@ -189,7 +198,7 @@ def attend_prompts(
         return
     rows = tl.load(query + offset, mask=mask, other=0.0).to(tl.float32)
     rows = for_products(rows, keys.dtype.element_ty, query.dtype.element_ty)
-    pool = ((head // GROUP) * pool_tokens.to(tl.int64) + start) * SIZE
+    cache = keys, values, (head // GROUP) * pool_tokens.to(tl.int64) * SIZE
     slope = tl.load(slopes + head) * LOG2_E if ALIBI else 0.0
     bias += head * (2 * reach + 1) if RELATIVE else 0
     m = tl.full([QUERIES], -1e30, tl.float32)
@@ -201,9 +210,15 @@ def attend_prompts(
     seen_by_all = seen_by_any if WINDOW > 0 else (past + 1) // TILE * TILE
     for masked in tl.static_range(2):
         begin, end = (seen_by_any, seen_by_all) if masked == 0 else (seen_by_all, past + count)
+        lower, upper = tile_blocks(table, start + begin, begin < end, TILE, BLOCK_TOKENS)
         for token in range(begin, end, TILE):
+            located = tile_tokens(lower, upper, start + token, TILE, BLOCK_TOKENS)
+            following = token + TILE
+            lower, upper = tile_blocks(
+                table, start + following, following < end, TILE, BLOCK_TOKENS
+            )
             m, total, acc = _add_keys(
-                *(m, total, acc, rows, (keys, values, pool), token, past + number, past + count),
+                *(m, total, acc, rows, cache, located, token, past + number, past + count),
                 *(scale, (slope, bias, reach), ALIBI, RELATIVE, WINDOW, SOFTCAP, masked == 1),
                 *(SIZE, BLOCK, TILE, PRECISION, PTX),
             )
@@ -220,6 +235,7 @@ def _add_keys(
     acc,
     rows,
     cache,
+    located,
     token,
     positions,
     last,
@@ -238,13 +254,14 @@ def _add_keys(
 ):
     """The sums with one tile of keys more; `last`: how many keys there are.
 
-    cache: keys, values, where the row's begin in them;  gains: slope, bias, reach of scores
+    cache: keys, values, where the head begins in them;  located: the tile's tokens there
+    gains: slope, bias, reach of scores
     """
     keys, values, pool = cache
     slope, bias, max_distance = gains
     tokens = token + tl.arange(0, TILE)
     features = tl.arange(0, BLOCK)
-    where = pool + tokens[:, None] * SIZE + features[None, :]
+    where = pool + located[:, None] * SIZE + features[None, :]
     mask = (features < SIZE)[None, :]
     if MASKED:
         mask = mask & (tokens < last)[:, None]
@@ -286,13 +303,14 @@ def _load(pointers, mask, MASKED: tl.constexpr):
 
 def _has_wide_tiles(query: Tensor, cache: LayerCache, scores: AttentionScores, window: int) -> bool:
     """Return whether hopper_attention takes these heads: of 16 bits, in pairs that share keys and
-    values, with scores as they are."""
+    values, with scores as they are; it copies keys and values block by block."""
     if traits_of(query.device).capability != HOPPER or not has_gluon():
         return False
     _, num_heads, size = query.shape
     plain = scores.slopes is None and scores.sinks is None and scores.relative is None
     return (
         query.dtype == cache.keys.dtype != torch.float32
+        and cache.aligned
         and size in (64, 128)
         and num_heads // cache.keys.shape[0] % 2 == 0
         and plain
@@ -326,6 +344,7 @@ def prompt_attention(
         query,
         cache.keys,
         cache.values,
+        cache.entries,
         spans.tiles,
         empty if slopes is None else slopes,
         empty if sinks is None else sinks,
@@ -345,6 +364,7 @@ def prompt_attention(
         SOFTCAP=scores.softcap or 0.0,
         QUERIES=QUERIES_PER_TILE,
         TILE=(16 if wide else 32) if exact else 64,
+        BLOCK_TOKENS=cache.block_tokens,
         PRECISION="ieee" if exact else "tf32",
         PTX=traits_of(query.device).runs_ptx,
         num_warps=8 if wide else 4,

@@ -71,8 +71,8 @@ def rotate_and_store(
     """One program: AT_ONCE heads of one token, normalized and rotated where they are queries or
     keys, put in their places.
 
-    NORM is the code of the norms, 0 without any. With STEP a token's position says how far it is
-    behind its row's slot, and which cosines and sines are its own.
+    NORM is the code of the norms, 0 without any. With STEP a token's position says which cosines
+    and sines are its own.
     """
     if USE_PDL:
         gdc_launch_dependents()
@@ -86,7 +86,6 @@ def rotate_and_store(
     turn = token.to(tl.int64)
     if STEP:
         turn = tl.load(positions + token)
-        slot += turn
     out = tl.load(source + features, mask=mask, other=0.0).to(tl.float32)
     is_query = head < HEADS
     is_key = (head >= HEADS) & (head < HEADS + KV_HEADS)
@@ -136,8 +135,7 @@ def store_kv(
     *,
     positions: Tensor | None = None,
 ) -> Tensor:
-    """See reference.store_kv. With the positions [N] of a step's tokens, slots are their rows'
-    first ones, and rotary is of all positions."""
+    """See reference.store_kv. With the positions [N] of a step's tokens rotary is of all."""
     if norms is not None and norms.joint:
         qkv, norms = norm_heads(qkv, heads, norms, norm), None
     tokens = qkv.shape[0]
@@ -201,7 +199,7 @@ def gemv_heads(
     query,
     keys,
     values,
-    starts,
+    slots,
     positions,
     cosines,
     sines,
@@ -245,7 +243,7 @@ def gemv_heads(
     other_sums = vector(sums, other_rows, OUT, NORM == 1)
     up, other_up = load_up(lora_up, adapters, rows, other_rows, mask, LORA, True)
     position = tl.load(positions)
-    slot = tl.load(starts) + position
+    slot = tl.load(slots)
     if HALF > 0:
         rotates = (pair < HALF) & (head < HEADS + KV_HEADS) & mask
         cosine = tl.load(cosines + position * HALF + pair, mask=rotates, other=1.0)
@@ -296,7 +294,7 @@ def row_heads(
         query=query,
         keys=cache.keys,
         values=cache.values,
-        starts=rows.starts,
+        slots=rows.slots,
         positions=rows.positions,
         cosines=cosines,
         sines=sines,

@@ -11,8 +11,7 @@ them down to one.
 Biases, penalties and forbidden tokens in the Triton language: see reference_sampling.process.
 
 Only the logits of tokens that a row has change, so a program goes through the row's tokens. A token
-that the row has several times changes once: each of its places writes its number where the logit
-was, and the place whose number is there in the end, whichever it is, changes the logit.
+that the row has several times changes once: whichever of its positions takes its count.
 """
 
 from __future__ import annotations
@@ -58,16 +57,28 @@ from launcher_scripts.kernels.cuda.candidates import (
     top_score,
 )
 from launcher_scripts.kernels.cuda.compiling import launcher, pdl_options
-from launcher_scripts.kernels.operands import SamplingColumns
+from launcher_scripts.kernels.cuda.elementwise import cache_token
+from launcher_scripts.kernels.reference_sampling import SamplingColumns
 
 BLOCK = 1024  # tokens of a row that are looked at at once
 
 
 @triton.jit
-def _tokens(history, first, last, size, BLOCK: tl.constexpr):
-    """A block of a row's places, its ids there, and which of these have logits."""
+def _id_at(history, index, mask, BLOCK_TOKENS: tl.constexpr):
+    """The ids of a row's tokens; -1 where the mask is not.
+
+    history: the ids in the cache, the table, and the row's first address
+    """
+    ids, table, start = history
+    token = cache_token(table, start + tl.where(mask, index, 0), BLOCK_TOKENS)
+    return tl.load(ids + token, mask=mask, other=-1)
+
+
+@triton.jit
+def _tokens(history, first, last, size, BLOCK: tl.constexpr, BLOCK_TOKENS: tl.constexpr):
+    """A block of a row's positions, its ids there, and which of these have logits."""
     indices = first + tl.arange(0, BLOCK)
-    ids = tl.load(history + indices, mask=indices < last, other=-1)
+    ids = _id_at(history, indices, indices < last, BLOCK_TOKENS)
     return indices, ids, (ids >= 0) & (ids < size)  # virtual tokens are negative
 
 
@@ -93,14 +104,16 @@ def _penalized(
 
 
 @triton.jit
-def _without_repeats(row_logits, history, length, n, size, BLOCK: tl.constexpr):
+def _without_repeats(
+    row_logits, history, length, n, size, BLOCK: tl.constexpr, BLOCK_TOKENS: tl.constexpr
+):
     """-inf at every token that followed the row's last n - 1 tokens before; n of 0: nowhere."""
     for first in range(0, tl.where(n > 0, length, 0), BLOCK):
-        indices, ids, mask = _tokens(history, first, length, size, BLOCK)
+        indices, ids, mask = _tokens(history, first, length, size, BLOCK, BLOCK_TOKENS)
         mask = mask & (indices >= n - 1)
         for back in range(1, tl.minimum(n, length + 1)):
-            earlier = tl.load(history + indices - back, mask=mask, other=-1)
-            mask = mask & (earlier == tl.load(history + length - back))
+            earlier = _id_at(history, indices - back, mask, BLOCK_TOKENS)
+            mask = mask & (earlier == _id_at(history, length - back, True, BLOCK_TOKENS))
         tl.store(row_logits + ids, -float("inf"), mask=mask)
 
 
@@ -116,7 +129,16 @@ def _add_biases(row_logits, ids, values, count, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _without_words(row_logits, history, length, ids, lengths, count, BLOCK: tl.constexpr):
+def _without_words(
+    row_logits,
+    history,
+    length,
+    ids,
+    lengths,
+    count,
+    BLOCK: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+):
     """-inf at every token that would complete a word."""
     for first in range(0, count, BLOCK):
         at = first + tl.arange(0, BLOCK)
@@ -124,7 +146,7 @@ def _without_words(row_logits, history, length, ids, lengths, count, BLOCK: tl.c
         completed = (size > 0) & (length >= size - 1)
         for back in range(1, tl.minimum(tl.max(size, 0), length + 1)):
             earlier = tl.load(ids + at - back, mask=completed & (back < size), other=-1)
-            latest = tl.load(history + length - back)
+            latest = _id_at(history, length - back, True, BLOCK_TOKENS)
             completed = completed & ((back >= size) | (earlier == latest))
         token = tl.load(ids + at, mask=completed, other=0)
         tl.store(row_logits + token, -float("inf"), mask=completed)
@@ -134,9 +156,8 @@ def _without_words(row_logits, history, length, ids, lengths, count, BLOCK: tl.c
 def process_rows(
     logits,
     history,
+    table,
     counts,
-    winners,
-    saved,
     slots,
     start,
     length,
@@ -158,19 +179,18 @@ def process_rows(
     stride,
     size,
     LISTED: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
     USE_PDL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program: a row's logits.  counts, winners, saved: room for its tokens"""
+    """One program: a row's logits.  counts: [rows, size], room for those of its ids"""
     if USE_PDL:
         gdc_launch_dependents()
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
     row_logits = logits + row * stride
-    first_token = tl.load(start + slot)
-    history, counts = history + first_token, counts + first_token
-    winners, saved = winners + first_token, saved + first_token
+    history, counts = (history, table, tl.load(start + slot)), counts + row * size
     tokens, prompt = tl.load(length + slot).to(tl.int32), tl.load(prompt_length + slot)
     listed = slot * LISTED
     biases = tl.load(bias_count + slot).to(tl.int32)
@@ -181,26 +201,20 @@ def process_rows(
     penalized = penalized | (tl.load(output_presence_penalty + slot) != 0.0)
     last = tl.where(penalized, tokens, 0)
     for first in range(0, last, BLOCK):
-        indices, ids, mask = _tokens(history, first, last, size, BLOCK)
-        tl.store(saved + indices, tl.load(row_logits + ids, mask=mask), mask=mask)
-        tl.store(counts + indices, 0, mask=mask)
+        indices, ids, mask = _tokens(history, first, last, size, BLOCK, BLOCK_TOKENS)
+        tl.store(counts + ids, 0, mask=mask)
     tl.debug_barrier()
     for first in range(0, last, BLOCK):
-        indices, ids, mask = _tokens(history, first, last, size, BLOCK)
-        tl.store(row_logits + ids, indices.to(tl.float32, bitcast=True), mask=mask)
+        indices, ids, mask = _tokens(history, first, last, size, BLOCK, BLOCK_TOKENS)
+        tl.atomic_add(counts + ids, 1, mask=mask & (indices >= prompt), sem="relaxed")
     tl.debug_barrier()
     for first in range(0, last, BLOCK):
-        indices, ids, mask = _tokens(history, first, last, size, BLOCK)
-        winner = tl.load(row_logits + ids, mask=mask, other=0.0).to(tl.int32, bitcast=True)
-        tl.store(winners + indices, winner, mask=mask)
-        tl.atomic_add(counts + winner, 1, mask=mask & (indices >= prompt), sem="relaxed")
-    tl.debug_barrier()
-    for first in range(0, last, BLOCK):
-        indices, ids, mask = _tokens(history, first, last, size, BLOCK)
-        mask = mask & (tl.load(winners + indices, mask=mask, other=-1) == indices)
+        indices, ids, mask = _tokens(history, first, last, size, BLOCK, BLOCK_TOKENS)
+        count = tl.atomic_xchg(counts + ids, -1, mask=mask, sem="relaxed")
+        mask = mask & (count >= 0)
         changed = _penalized(
-            tl.load(saved + indices, mask=mask, other=0.0),
-            tl.load(counts + indices, mask=mask, other=0),
+            tl.load(row_logits + ids, mask=mask, other=0.0),
+            count,
             slot,
             temperature,
             repetition_penalty,
@@ -215,24 +229,23 @@ def process_rows(
     tl.store(row_logits + end, -float("inf"), mask=early & (end >= 0) & (end < size))
     words = tl.load(word_count + slot).to(tl.int32)
     _without_words(
-        row_logits, history, tokens, word_ids + listed, word_lengths + listed, words, BLOCK
+        *(row_logits, history, tokens, word_ids + listed, word_lengths + listed, words),
+        *(BLOCK, BLOCK_TOKENS),
     )
     n = tl.load(no_repeat_ngram_size + slot)
-    _without_repeats(row_logits, history, tokens, n, size, BLOCK)
+    _without_repeats(row_logits, history, tokens, n, size, BLOCK, BLOCK_TOKENS)
 
 
 def process(logits: Tensor, slots: Tensor, columns: SamplingColumns, history: Tensor) -> Tensor:
     """See reference_sampling.process."""
     rows, size = logits.shape
-    tokens = history.shape[0]
-    counts = torch.empty(tokens, dtype=torch.int32, device=logits.device)
-    winners, saved = torch.empty_like(counts), torch.empty_like(counts, dtype=torch.float32)
+    table = columns.table
+    counts = torch.empty(rows, size, dtype=torch.int32, device=logits.device)
     launcher(process_rows, (rows,))(
         logits,
         history,
+        history if table is None else table.entries,
         counts,
-        winners,
-        saved,
         slots,
         columns.start,
         columns.length,
@@ -254,6 +267,7 @@ def process(logits: Tensor, slots: Tensor, columns: SamplingColumns, history: Te
         logits.stride(0),
         size,
         LISTED=columns.word_ids.shape[1],
+        BLOCK_TOKENS=0 if table is None else table.tokens,
         BLOCK=BLOCK,
         num_warps=8,
         enable_fp_fusion=False,
