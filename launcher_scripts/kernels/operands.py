@@ -13,7 +13,7 @@ from launcher_scripts.common.quantization import Quantization
 # Cosines and sines, float32 [positions, rotary_size / 2] each.
 RotaryTable: TypeAlias = tuple[Tensor, Tensor]
 
-QUERIES_PER_TILE = 64
+QUERIES_PER_TILE = 128
 MAX_LISTED = 512  # biases of a row, and tokens of its bad words
 WIDEST_PROMPT_HEAD = 256  # that attention to prompts of several rows can take in one launch
 

@@ -102,12 +102,12 @@ def test_what_fills_up_goes_nowhere():
     rows = [started(0, 10, 65), started(1, 80, 2)]
     prompts = PackedPrompts(rows, [PrefillPart(0, 0, 65), PrefillPart(1, 0, 2)])
     sizes = prompts.bucket(8)
-    assert sizes == Sizes(tokens=128, tiles=19, rows=16)
+    assert sizes == Sizes(tokens=128, tiles=18, rows=16)
     batch = unpacked(prompts.to_device(torch.device("cpu"), NOWHERE, sizes), sizes, prompts.spans)
     assert set(batch.addresses[67:].tolist()) == {NOWHERE.token}
     assert set(batch.row_slots[2:].tolist()) == set(batch.finished[2:].tolist()) == {NOWHERE.slot}
-    assert batch.spans.tiles[3].tolist() == [67, -61, 0, 0]
-    assert not batch.spans.tiles[4:].any()
+    assert batch.spans.tiles[2].tolist() == [67, -61, 0, 0]
+    assert not batch.spans.tiles[3:].any()
     assert not batch.lengths[2:].any()
 
 
@@ -123,7 +123,7 @@ def test_a_shape_is_recorded_on_nobodys_tokens():
     before = [runner.states.length.clone(), runner.decoder.cache.ids.clone()]
     runner.execute(Plan(record=(shapes[0], mixed[2])))
     first, second = prompts_of(graphs.recorded)
-    assert first == [Sizes(64, 3, 1), 0, Choice.GREEDY]
+    assert first == [Sizes(64, 2, 1), 0, Choice.GREEDY]
     assert second == [Sizes(60, 2, 1, 4), 256, Choice.GREEDY]
     tokens = runner.decoder.cache.capacity
     assert torch.equal(runner.states.length, before[0])

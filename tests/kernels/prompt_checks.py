@@ -26,18 +26,19 @@ from tests.kernels.kernel_checks import (
 )
 
 # First cache token, tokens there before, new tokens: short and long rows, begun and new ones.
-SPANS = ((320, 0, 70), (0, 130, 3), (576, 0, 1), (192, 63, 65), (448, 0, 64))
+SPANS = ((640, 0, 197), (0, 130, 3), (576, 0, 1), (192, 63, 65), (448, 0, 64))
+TOKENS = sum(count for _, _, count in SPANS)
 
 KINDS = ("plain", "unaligned", "alibi", "relative", "window", "wide window", "softcap", "sinks")
 GROUPED, OTHERS = (Heads(4, 2, 12),), (Heads(2, 2, 16), Heads(2, 1, 160))
 # Types and heads that Hopper's own kernel takes.
 HALVES = [(dtype, dtype) for dtype in DOT_TYPES if dtype != torch.float32]
-PAIRS = (Heads(4, 2, 64), Heads(8, 2, 128))
+WIDE = (Heads(4, 2, 64), Heads(8, 2, 128), Heads(3, 3, 64), Heads(2, 2, 128))
 
 
 def filled_cache(heads: Heads, dtype: torch.dtype, spans=SPANS):
     """Values where the rows of spans have tokens, NaN elsewhere."""
-    cache = poisoned_cache(heads, 640, dtype)
+    cache = poisoned_cache(heads, 896, dtype)
     for start, past, count in spans:
         for part in parts(cache):
             shape = (heads.num_kv_heads, past + count, heads.head_size)
@@ -46,8 +47,8 @@ def filled_cache(heads: Heads, dtype: torch.dtype, spans=SPANS):
 
 
 def with_tiles(spans: VarlenBatch) -> VarlenBatch:
-    """With what fills a step of 203 tokens up to 270, and pieces that do nothing."""
-    rows = [*spans.pieces(), (203, -64, 0, 0), (267, -3, 0, 0), (0, 0, 0, 0)]
+    """With what fills a step up by 131 tokens, and pieces that do nothing."""
+    rows = [*spans.pieces(), (TOKENS, -128, 0, 0), (TOKENS + 128, -3, 0, 0), (0, 0, 0, 0)]
     return replace(spans, tiles=torch.tensor(rows, device=DEVICE))
 
 
@@ -56,7 +57,7 @@ def with_tiles(spans: VarlenBatch) -> VarlenBatch:
     [
         *product(CACHES[::3], GROUPED, KINDS),
         *product(CACHES, OTHERS, ("plain", "window")),
-        *product(HALVES, PAIRS, ("plain", "unaligned")),
+        *product(HALVES, WIDE, ("plain", "unaligned")),
     ],
     ids=str,
 )
@@ -65,7 +66,7 @@ def test_prompt_attention(types, heads, kind):
     is_aligned = kind != "unaligned"
     spans = VarlenBatch(tuple((start + (not is_aligned), *row) for start, *row in SPANS))
     cache = replace(filled_cache(heads, kept, spans.spans), aligned=is_aligned)
-    query = random(270, heads.num_heads, heads.head_size, dtype=dtype)
+    query = random(TOKENS + 131, heads.num_heads, heads.head_size, dtype=dtype)
     scores, window = AttentionScores(heads.head_size**-0.5), 0
     if kind == "alibi":
         slopes = torch.tensor(alibi_slopes(heads.num_heads), device=DEVICE)
@@ -81,14 +82,14 @@ def test_prompt_attention(types, heads, kind):
     blocks = scattered(cache, 16 if kind == "window" else 64)
     got = fused.prompt_attention(query, blocks, with_tiles(spans), scores, window=window)
     assert not got.isnan().any()
-    assert not got[203:].any()
-    want = reference.prompt_attention(query[:203], cache, spans, scores, window=window)
-    assert_close(got[:203], want, dtype)
+    assert not got[TOKENS:].any()
+    want = reference.prompt_attention(query[:TOKENS], cache, spans, scores, window=window)
+    assert_close(got[:TOKENS], want, dtype)
 
 
 def test_pieces_hold_every_new_token_once():
     pieces = VarlenBatch(SPANS).pieces()
     places = [place + token for place, size, _, _ in pieces for token in range(size)]
-    assert places == list(range(203))
-    assert pieces[:2] == [(0, 64, 320, 0), (64, 6, 320, 64)]
-    assert pieces[2] == (70, 3, 0, 130)
+    assert places == list(range(TOKENS))
+    assert pieces[:2] == [(0, 128, 640, 0), (128, 69, 640, 128)]
+    assert pieces[2] == (197, 3, 0, 130)

@@ -398,15 +398,18 @@ def test_attention_of_prompts(dtype, kept, relative, size):
     assert ("wgmma" in ptx) != exact
 
 
-@pytest.mark.parametrize(("dtype", "size", "tokens"), [("bf16", 128, 16), ("fp16", 64, 64)])
-def test_attention_of_pairs_of_heads(dtype, size, tokens):
+@pytest.mark.parametrize(
+    ("dtype", "size", "tokens", "parts"),
+    [("bf16", 128, 16, 2), ("bf16", 128, 16, 1), ("fp16", 64, 64, 2)],
+)
+def test_attention_of_pairs_of_heads(dtype, size, tokens, parts):
     """The warps that multiply keep what they have in registers."""
     module = hopper_attention
     element = {"bf16": gl.bfloat16, "fp16": gl.float16}[dtype]
     block = [tokens, module.PANEL]
     layout = gl.NVMMASharedLayout.get_default_for(block, element)
     rows = f"tensordesc<{dtype}{block},{layout!r}>"
-    constants = {"HEADS": 32, "GROUP": 4, "SIZE": size, "QUERIES": 64}
+    constants = {"HEADS": 32, "GROUP": 4, "SIZE": size, "QUERIES": 64, "PARTS": parts}
     constants |= {"TILE": module.KEYS_PER_TILE, "PIECE": tokens, "PANEL": module.PANEL}
     constants |= {"BLOCK_TOKENS": tokens}
     constants |= {"STAGES": module.STAGES, "REGISTERS": module.CONSUMER_REGISTERS}

@@ -219,7 +219,7 @@ def attend_own(
         scores,
         dtype=x.operand.dtype,
         fresh=True,
-        launch=pdl_options(query),
+        launch=NO_PDL if rows.in_sequence else pdl_options(query),
         store=not stored,
         parts=parts,
         rotary=None if stored else rotary,

@@ -1,9 +1,10 @@
 """Attention of many new tokens per sequence on Hopper GPUs, in Gluon, Triton's lower language.
 
-A program has 64 queries of two heads that share keys and values. Three groups of warps work side
-by side (Shah et al. 2024): one copies tiles of keys and values with the tensor memory accelerator
-(TMA), two have a head each. While the tensor cores multiply a tile's keys and the values of the
-tile before, a head's warps wait for the first and weigh them.
+A program has 64 queries of two heads that share keys and values, or 128 queries of a head with
+keys and values of its own. Three groups of warps work side by side (Shah et al. 2024): one copies
+tiles of keys and values with the tensor memory accelerator (TMA), two have 64 queries of a head
+each. While the tensor cores multiply a tile's keys and the values of the tile before, a head's
+warps wait for the first and weigh them.
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ from launcher_scripts.kernels.operands import QUERIES_PER_TILE, LayerCache
 KEYS_PER_TILE = 128
 PANEL = 64  # features that lie together in shared memory, where rows follow each other by panels
 STAGES = 2  # tiles of keys and of values in shared memory
-HEADS_PER_PROGRAM = 2
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
 
 
@@ -156,7 +156,7 @@ def _add_tiles(
 
 @gluon.jit
 def _attend_head(
-    head,
+    queries_of,
     query,
     out,
     own_query,
@@ -167,9 +167,13 @@ def _attend_head(
     SIZE: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """One head's queries: see _attend_group."""
+    """Queries of one head: see attend_group.
+
+    queries_of: the head, and how many of the program's queries of it come before these
+    """
+    head, ahead = queries_of
     buffers, barriers, rows = others
-    first, count, past = rows
+    first, count, past, length = rows
     keys, values = buffers
     keys_ready, keys_free, values_ready, _values_free = barriers
     stages: gl.constexpr = keys.shape[0]
@@ -178,16 +182,16 @@ def _attend_head(
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SIZE, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, wide, 2)
     copied: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // SIZE, SIZE // 8], [4, 1], [1, 0])
-    number = gl.arange(0, queries, layout=gl.SliceLayout(1, copied))
+    number = ahead + gl.arange(0, queries, layout=gl.SliceLayout(1, copied))
     features = gl.arange(0, SIZE, layout=gl.SliceLayout(0, copied))
     offset = gl.expand_dims((first + number) * HEADS + head, 1) * SIZE
     offset = offset + gl.expand_dims(features, 0)
-    mask = gl.expand_dims(number < gl.abs(count), 1)
+    mask = gl.expand_dims(number < count, 1)
     own_query.store(gl.load(query + offset, mask=mask, other=0.0))
     fence_async_shared()
     gl.thread_barrier()
-    positions = past + gl.arange(0, queries, layout=gl.SliceLayout(1, layout))
-    sight = positions, past + count
+    positions = past + ahead + gl.arange(0, queries, layout=gl.SliceLayout(1, layout))
+    sight = positions, length
     factor = scale * LOG2_E
     # The last tile: values of tokens that are not there may be anything, also no numbers.
     product = _multiply_keys(own_query, keys, keys_ready, 0, layout)
@@ -200,7 +204,7 @@ def _attend_head(
     tokens = (end - 1) * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(1, copied))
     there = values.index(0).load(copied)
     zero = gl.full([TILE, SIZE], 0, values.dtype, copied)
-    values.index(0).store(gl.where(gl.expand_dims(tokens < past + count, 1), there, zero))
+    values.index(0).store(gl.where(gl.expand_dims(tokens < length, 1), there, zero))
     fence_async_shared()
     gl.thread_barrier()
     acc = gl.zeros([queries, SIZE], gl.float32, wide)
@@ -239,6 +243,7 @@ def attend_group(
     GROUP: gl.constexpr,
     SIZE: gl.constexpr,
     QUERIES: gl.constexpr,
+    PARTS: gl.constexpr,
     TILE: gl.constexpr,
     PIECE: gl.constexpr,
     PANEL: gl.constexpr,
@@ -247,18 +252,24 @@ def attend_group(
     REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
-    """One program: a tile of one row's queries (see VarlenBatch.tiles) and two heads.
+    """One program: a part of a tile of one row's queries (see VarlenBatch.tiles) and two heads, or
+    the whole tile and one head.
 
     The last tiles, whose queries see most, come first. Tiles without tokens leave zeros.
+    PARTS: of a tile
     """
-    tile = tiles + (gl.num_programs(1) - 1 - gl.program_id(1)) * 4
-    head = gl.program_id(0) * 2
-    first = gl.load(tile)
-    count = gl.load(tile + 1).to(gl.int32)
+    part = gl.num_programs(1) - 1 - gl.program_id(1)
+    tile, before = tiles + part // PARTS * 4, part % PARTS * QUERIES
+    size: gl.constexpr = QUERIES * (2 // PARTS)
+    head = gl.program_id(0) * PARTS
+    number = gl.load(tile + 1).to(gl.int32)
     start = gl.load(tile + 2)
     past = gl.load(tile + 3).to(gl.int32)
+    count = gl.abs(number) - before
+    length = gl.where(count > 0, past + gl.minimum(number, before + size), 0)
+    rows = gl.load(tile) + before, count, past + before, length
     source = table, (head // GROUP) * pool_tokens, BLOCK_TOKENS
-    end = gl.maximum((past + count + TILE - 1) // TILE, 1)
+    end = gl.maximum((length + TILE - 1) // TILE, 1)
     dtype: gl.constexpr = key_rows.dtype
     # Pieces as they are copied; tiles of them, panel by panel, as they are multiplied.
     pieces: gl.constexpr = STAGES * (TILE // PIECE) * (SIZE // PANEL)
@@ -281,13 +292,13 @@ def attend_group(
     buffers, copied = (keys, values), (copied_keys, copied_values)
     descriptors = key_rows, value_rows
     barriers = keys_ready, keys_free, values_ready, values_free
-    rows = first, count, past
     own = queries.index(0), queries.index(1)
+    upper, lower = (head, 0), (head + PARTS - 1, (2 - PARTS) * QUERIES)
     others = buffers, barriers, rows
     gl.warp_specialize(
         [
-            (_attend_head, (head, query, out, own[0], others, end, scale, HEADS, SIZE, TILE)),
-            (_attend_head, (head + 1, query, out, own[1], others, end, scale, HEADS, SIZE, TILE)),
+            (_attend_head, (upper, query, out, own[0], others, end, scale, HEADS, SIZE, TILE)),
+            (_attend_head, (lower, query, out, own[1], others, end, scale, HEADS, SIZE, TILE)),
             (_copy_tiles, (copied, barriers, descriptors, source, start, end, STAGES, SIZE, TILE)),
         ],
         [4, 1],
@@ -306,7 +317,9 @@ def group_attention(query: Tensor, cache: LayerCache, tiles: Tensor, scale: floa
         TensorDescriptor.from_tensor(pool.view(-1, size), block, layout)
         for pool in (cache.keys, cache.values)
     )
-    launcher(attend_group, (heads // HEADS_PER_PROGRAM, tiles.shape[0]))(
+    group = heads // cache.keys.shape[0]
+    parts = 2 if group % 2 == 0 else 1
+    launcher(attend_group, (heads // parts, tiles.shape[0] * parts))(
         query,
         key_rows,
         value_rows,
@@ -316,9 +329,10 @@ def group_attention(query: Tensor, cache: LayerCache, tiles: Tensor, scale: floa
         cache.keys.shape[1],
         scale,
         HEADS=heads,
-        GROUP=heads // cache.keys.shape[0],
+        GROUP=group,
         SIZE=size,
-        QUERIES=QUERIES_PER_TILE,
+        QUERIES=QUERIES_PER_TILE // 2,
+        PARTS=parts,
         TILE=KEYS_PER_TILE,
         PIECE=block[0],
         PANEL=PANEL,

@@ -176,22 +176,23 @@ def attend_prompts(
     PRECISION: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    """One program: a tile of one row's queries (see VarlenBatch.tiles) and one head.
+    """One program: half a tile of one row's queries (see VarlenBatch.tiles) and one head.
 
     The softmax runs along with the sum, in float32 and by powers of two (Dao et al. 2022). Keys
     that all queries of the tile may see need no mask.
 
     WINDOW: how many tokens a query sees, its own included; 0: all.  SOFTCAP: of scores; 0: none
     """
-    tile = tiles + tl.program_id(0) * 4
-    count = tl.load(tile + 1).to(tl.int32)
+    tile, before = tiles + tl.program_id(0) // 2 * 4, tl.program_id(0) % 2 * QUERIES
+    tokens = tl.load(tile + 1).to(tl.int32)
     head = tl.program_id(1)
-    first = tl.load(tile)
+    first = tl.load(tile) + before
     start = tl.load(tile + 2)
-    past = tl.load(tile + 3).to(tl.int32)
+    past = tl.load(tile + 3).to(tl.int32) + before
+    count = tl.minimum(tokens - before, QUERIES)
     number = tl.arange(0, QUERIES)
     features = tl.arange(0, BLOCK)
-    mask = (number < tl.abs(count))[:, None] & (features < SIZE)[None, :]
+    mask = (number < tl.abs(tokens) - before)[:, None] & (features < SIZE)[None, :]
     offset = ((first + number)[:, None] * HEADS + head) * SIZE + features[None, :]
     if count <= 0:  # these only fill the step up
         tl.store(out + offset, tl.zeros([QUERIES, BLOCK], out.dtype.element_ty), mask=mask)
@@ -302,8 +303,8 @@ def _load(pointers, mask, MASKED: tl.constexpr):
 
 
 def _has_wide_tiles(query: Tensor, cache: LayerCache, scores: AttentionScores, window: int) -> bool:
-    """Return whether hopper_attention takes these heads: of 16 bits, in pairs that share keys and
-    values, with scores as they are; it copies keys and values block by block."""
+    """Return whether hopper_attention takes these heads: of 16 bits, with scores as they are; it
+    copies keys and values block by block."""
     if traits_of(query.device).capability != HOPPER or not has_gluon():
         return False
     _, num_heads, size = query.shape
@@ -312,7 +313,6 @@ def _has_wide_tiles(query: Tensor, cache: LayerCache, scores: AttentionScores, w
         query.dtype == cache.keys.dtype != torch.float32
         and cache.aligned
         and size in (64, 128)
-        and num_heads // cache.keys.shape[0] % 2 == 0
         and plain
         and not window
         and scores.softcap is None
@@ -340,7 +340,7 @@ def prompt_attention(
     wide = size > WIDE_HEAD
     exact = query.dtype == torch.float32
     empty = cache.arrivals if cache.arrivals is not None else spans.tiles
-    launcher(attend_prompts, (spans.tiles.shape[0], num_heads))(
+    launcher(attend_prompts, (2 * spans.tiles.shape[0], num_heads))(
         query,
         cache.keys,
         cache.values,
@@ -362,7 +362,7 @@ def prompt_attention(
         RELATIVE=relative is not None,
         WINDOW=window,
         SOFTCAP=scores.softcap or 0.0,
-        QUERIES=QUERIES_PER_TILE,
+        QUERIES=QUERIES_PER_TILE // 2,
         TILE=(16 if wide else 32) if exact else 64,
         BLOCK_TOKENS=cache.block_tokens,
         PRECISION="ieee" if exact else "tf32",
