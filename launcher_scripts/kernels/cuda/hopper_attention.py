@@ -229,6 +229,28 @@ def _attend_head(
     gl.store(out + offset, result, mask=mask)
 
 
+@gluon.jit
+def _clear(
+    out,
+    rows,
+    head,
+    HEADS: gl.constexpr,
+    SIZE: gl.constexpr,
+    QUERIES: gl.constexpr,
+    COUNT: gl.constexpr,
+):
+    """Store zeros for the queries of COUNT heads."""
+    first, count, _past, _length = rows
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // SIZE, SIZE // 8], [4, 1], [1, 0])
+    number = gl.arange(0, QUERIES, layout=gl.SliceLayout(1, layout))
+    features = gl.arange(0, SIZE, layout=gl.SliceLayout(0, layout))
+    zeros = gl.full([QUERIES, SIZE], 0, out.dtype.element_ty, layout)
+    for member in gl.static_range(COUNT):
+        offset = gl.expand_dims((first + number) * HEADS + head + member, 1) * SIZE
+        where = out + offset + gl.expand_dims(features, 0)
+        gl.store(where, zeros, mask=gl.expand_dims(number < count, 1))
+
+
 @gluon.jit(do_not_specialize=["pool_tokens"])
 def attend_group(
     query,
@@ -268,6 +290,9 @@ def attend_group(
     count = gl.abs(number) - before
     length = gl.where(count > 0, past + gl.minimum(number, before + size), 0)
     rows = gl.load(tile) + before, count, past + before, length
+    if length <= 0:  # these only fill the step up, or there are none
+        _clear(out, rows, head, HEADS, SIZE, size, PARTS)
+        return
     source = table, (head // GROUP) * pool_tokens, BLOCK_TOKENS
     end = gl.maximum((length + TILE - 1) // TILE, 1)
     dtype: gl.constexpr = key_rows.dtype
