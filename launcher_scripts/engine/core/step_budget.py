@@ -251,8 +251,10 @@ def plan_drafts(
     minimum = COPIED_TOKENS if draft_model_tokens else 0
     left = options.max_tokens or MAX_STEP_TOKENS
     for row in rows:
+        if row.lookup is None:
+            continue
         room = min(row.room, left - 1)
-        if row.lookup is None or room < 1:
+        if room < 1:
             continue
         draft = row.lookup.draft(room, minimum)
         if not draft and draft_model_tokens and row.is_readable:
