@@ -314,8 +314,8 @@ class StepRows:
     located: Tensor | None = None
 
     @property
-    def slots(self) -> Tensor:
-        """Cache tokens of the new tokens."""
+    def cache_tokens(self) -> Tensor:
+        """Of the new tokens."""
         return self.starts + self.positions if self.located is None else self.located
 
     def within(self, window: int) -> StepRows:

@@ -369,7 +369,7 @@ def project_heads(
     rotary: of every position;  norms: of every head's queries and keys, before they are rotated
     """
     qkv = project_hidden(x, linear)
-    return store_kv(qkv, heads, rows.rotary(rotary), rows.slots, cache, norms)
+    return store_kv(qkv, heads, rows.rotary(rotary), rows.cache_tokens, cache, norms)
 
 
 def attend_own(

@@ -244,7 +244,7 @@ class StepContext(ForwardContext[Hidden]):
     @cached_property
     def cache_tokens(self) -> Tensor:
         """Cache tokens [B] of the new tokens, the same in all layers."""
-        return self.rows[0].slots
+        return self.rows[0].cache_tokens
 
     @cached_property
     def _with_rotary_rows(self) -> ForwardContext[Any]:

@@ -188,7 +188,7 @@ def project_heads(
     if x.operand.shape[0] == 1 and norms is None:
         return row_heads(x, linear, heads, rotary, rows, cache)
     qkv = project_hidden(x, linear)
-    return store_kv(qkv, heads, rotary, rows.slots, cache, norms, positions=rows.positions)
+    return store_kv(qkv, heads, rotary, rows.cache_tokens, cache, norms, positions=rows.positions)
 
 
 def attend_own(

@@ -145,6 +145,7 @@ def attend_spans(
 
 
 WIDE_HEAD = 128  # wider ones take more registers and shared memory
+FEWEST_LONE_HEADS = 128  # programs of Hopper's kernel, about one a multiprocessor
 
 
 @triton.jit(do_not_specialize=["pool_tokens"])
@@ -304,15 +305,18 @@ def _load(pointers, mask, MASKED: tl.constexpr):
 
 def _has_wide_tiles(query: Tensor, cache: LayerCache, scores: AttentionScores, window: int) -> bool:
     """Return whether hopper_attention takes these heads: of 16 bits, with scores as they are; it
-    copies keys and values block by block."""
+    copies keys and values block by block. Heads with keys of their own need many tokens, since few
+    give it too few programs."""
     if traits_of(query.device).capability != HOPPER or not has_gluon():
         return False
-    _, num_heads, size = query.shape
+    tokens, num_heads, size = query.shape
     plain = scores.slopes is None and scores.sinks is None and scores.relative is None
+    in_pairs = num_heads // cache.keys.shape[0] % 2 == 0
     return (
         query.dtype == cache.keys.dtype != torch.float32
         and cache.aligned
         and size in (64, 128)
+        and (in_pairs or tokens // QUERIES_PER_TILE * num_heads >= FEWEST_LONE_HEADS)
         and plain
         and not window
         and scores.softcap is None

@@ -294,7 +294,7 @@ def row_heads(
         query=query,
         keys=cache.keys,
         values=cache.values,
-        slots=rows.slots,
+        slots=rows.cache_tokens,
         positions=rows.positions,
         cosines=cosines,
         sines=sines,
