@@ -97,7 +97,7 @@ def context_attention(
 
     query [n, heads, head_size] holds positions past..past+n-1; the row's keys and values are
     already in the cache from address `start` on. With a `window` each token attends to itself and
-    the window - 1 before it; 0: to all. All attend to the `source` tokens right before `start`, too.
+    the window - 1 before it; 0: to all. All attend to the `source` tokens right before, too.
     """
     at_once = QUERIES_AT_ONCE if window else max(query.shape[0], 1)
     outputs = []
@@ -364,8 +364,8 @@ def attend_joined_spans(
 ) -> Tensor:
     """decode_attention where a row attends to several runs of its tokens.
 
-    spans: of each run the rows' first addresses, lengths and what bounds these; only scale and softcap of
-           the scores are looked at
+    spans: of each run the rows' first addresses, lengths and what bounds these; only scale and
+           softcap of the scores are looked at
     """
     rows, num_heads, size = query.shape
     tokens, seen = [], []
