@@ -2,8 +2,8 @@
 
     python3 -m benchmarks.published_rates --out published-rates.json [--lengths 128x128 1000x1000]
 
-An 8B in fp8 with keys and values in fp8, as published, random weights, greedy. As many clients as
-the cache has room for (at most MAX_ROWS) each have one request at a time. They begin at different
+An 8B in fp8 with random weights, greedy, keys and values in fp8, as published, or in bf16
+(--kv-cache-dtype auto). As many clients as the cache has room for, at most --clients, each have one request at a time. They begin at different
 points of their outputs, as if they had been at it for long: the first request of a client has part
 of the output in its prompt, so the time that counts begins when all of them decode.
 The published figures are of TensorRT-LLM's own batches without a server, on one H100 SXM
@@ -29,6 +29,7 @@ import torch
 from benchmarks.generate import bandwidths, engine_over, machine, random_weights, release
 from benchmarks.peers import config_of
 from benchmarks.shapes import CONFIGS, TINY
+from launcher_scripts.common.quantization import KV_CACHE_DTYPES
 from launcher_scripts.contract.metric_names import GENERATION_TOKENS
 from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.engine.core.row import Snapshot
@@ -96,10 +97,10 @@ def generated(engine: Engine) -> float:
     return next(sample.value for sample in samples if sample.name == GENERATION_TOKENS.name)
 
 
-def measured(engine: Engine, lengths: tuple[int, int]) -> dict:
+def measured(engine: Engine, lengths: tuple[int, int], most: int) -> dict:
     """The figures of SECONDS. Raises RuntimeError if the clients do not all get to decode."""
     average = lengths[0] + lengths[1] / 2
-    count = min(engine.settings.max_batch_size, int(ROOM * engine.cache_tokens / average))
+    count = min(most, int(ROOM * engine.cache_tokens / average))
     begun = time.perf_counter()
     clients = Clients(engine, count, lengths)
     if not clients.decoding.wait(START_SECONDS):
@@ -127,6 +128,8 @@ def main(argv: list[str] | None = None) -> int:
     names = {f"{length}x{output_len}": (length, output_len) for length, output_len in PUBLISHED}
     parser.add_argument("--shape", choices=(*CONFIGS, *TINY), default="8b-modern")
     parser.add_argument("--lengths", nargs="+", choices=names, default=list(names))
+    parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="fp8")
+    parser.add_argument("--clients", type=int, default=MAX_ROWS, help="most of them")
     parser.add_argument("--out", type=Path, help="where to write the figures as JSON")
     arguments = parser.parse_args(argv)
     if not torch.cuda.is_available():
@@ -136,11 +139,13 @@ def main(argv: list[str] | None = None) -> int:
     release()
     config = replace(config_of(arguments.shape), max_positions=POSITIONS)
     weights = random_weights(config, quantization="fp8")
-    engine = engine_over(weights, MAX_ROWS, None, kv_cache_dtype="fp8", inter_token_target=0.0)
-    facts |= {"shape": arguments.shape, "cache_tokens": engine.cache_tokens}
+    options = {"kv_cache_dtype": arguments.kv_cache_dtype, "inter_token_target": 0.0}
+    engine = engine_over(weights, arguments.clients, None, **options)
+    facts |= {"shape": arguments.shape, "kv_cache_dtype": arguments.kv_cache_dtype}
+    facts |= {"cache_tokens": engine.cache_tokens}
     print(json.dumps(facts), flush=True)
     for name in arguments.lengths:
-        facts["rows"].append(measured(engine, names[name]))
+        facts["rows"].append(measured(engine, names[name], arguments.clients))
         print(json.dumps(facts["rows"][-1]), flush=True)
         if arguments.out:
             arguments.out.write_text(json.dumps(facts, indent=2), encoding="utf-8")
