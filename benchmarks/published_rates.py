@@ -3,9 +3,10 @@
     python3 -m benchmarks.published_rates --out published-rates.json [--lengths 128x128 1000x1000]
 
 An 8B in fp8 with random weights, greedy, keys and values in fp8, as published, or in bf16
-(--kv-cache-dtype auto). As many clients as the cache has room for, at most --clients, each have one request at a time. They begin at different
-points of their outputs, as if they had been at it for long: the first request of a client has part
-of the output in its prompt, so the time that counts begins when all of them decode.
+(--kv-cache-dtype auto). As many clients as the cache has room for, at most --clients, each have one
+request at a time. They begin at different points of their outputs, as if they had been at it for
+long: the first request of a client has part of the output in its prompt, so the time that counts
+begins when all of them decode.
 The published figures are of TensorRT-LLM's own batches without a server, on one H100 SXM
 (https://nvidia.github.io/TensorRT-LLM/developer-guide/perf-overview.html); share is ours over them.
 """
