@@ -182,6 +182,7 @@ def test_a_gemma_s_heads_are_wide_where_it_does_not_say_how(read: Any) -> None:
         (configs.codegen, {"n_head": 6}, "n_head"),
         (configs.mpt, {"attn_config": {"alibi": False}}, "alibi"),
         (configs.mpt, {"no_bias": False}, "no_bias"),
+        (decoders.gpt_neox, {"rope_theta": 500.0, "partial_rotary_factor": 0.25}, "rope_theta"),
     ],
 )
 def test_what_the_families_cannot_hold_is_refused(read: Any, values: Any, word: str) -> None:
@@ -250,6 +251,7 @@ def test_keys_that_a_file_lacks_mean_what_the_class_takes_for_them(said: Any, ca
     assert (found.start_id, found.end_id, found.pad_id) == (2, 1, 0)
 
 
+IDS = {"bos_token_id": 1, "eos_token_id": 2}
 SIZES = {
     "vocab_size": 67,
     "hidden_size": 16,
@@ -283,7 +285,22 @@ SIZES = {
             {**SIZES, "num_experts": 4, "use_sliding_window": True, "max_window_layers": 3},
             {"full_attention_layers": "1,3"},
         ),
-        (decoders.ministral3, SIZES, {"rotary_scaling": "factors", "rotary_base": 1e6}),
+        (
+            decoders.ministral3,
+            {**SIZES, "model_type": "ministral3"},
+            {"rotary_scaling": "factors", "rotary_base": 1e6},
+        ),
+        (
+            experts.gpt_oss,
+            {**SIZES, "model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2}
+            | IDS,
+            {"rotary_scaling": "factors", "rotary_base": 150000.0},
+        ),
+        (
+            decoders.cwm,
+            {**SIZES, **IDS, "model_type": "cwm"},
+            {"rotary_scaling": "llama3", "rotary_scaling_factor": 16.0},
+        ),
         (
             experts.ernie4_5_moe,
             {**SIZES, "moe_num_experts": 4, "moe_k": 2, "moe_layer_end_index": 4},

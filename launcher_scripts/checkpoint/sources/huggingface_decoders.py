@@ -11,7 +11,6 @@ from typing import Any
 
 from launcher_scripts.checkpoint.sources.huggingface_raw import RawConfig
 from launcher_scripts.checkpoint.sources.rotary_scaling import (
-    MINISTRAL_YARN,
     Fields,
     first_chunk,
     layer_bases,
@@ -19,6 +18,7 @@ from launcher_scripts.checkpoint.sources.rotary_scaling import (
     original_positions,
     rope,
     rope_of,
+    rope_section,
     windows,
 )
 from launcher_scripts.models.family import layer_list
@@ -85,8 +85,7 @@ def ministral3(raw: RawConfig) -> GPTConfig:
     """Mistral with YaRN, which makes queries behind the original positions longer: a model has
     none of those.
     """
-    raw.defaults(rope_parameters=MINISTRAL_YARN)
-    section = raw.section("rope_parameters", "rope_scaling")
+    section = rope_section(raw)
     section.unused("max_position_embeddings")
     fields = rope_of(raw, section, head_size_of(raw))
     if section.real("llama_4_scaling_beta", 0.0):
@@ -476,8 +475,6 @@ def iquestcoder(raw: RawConfig) -> GPTConfig:
 
 def cwm(raw: RawConfig) -> GPTConfig:
     """Meta's Code World Model; every fourth layer has no window, from the first one on."""
-    if not raw.section("rope_parameters", "rope_scaling").raw:
-        raw.problems.add("rope_parameters, or rope_scaling, is missing")
     raw.defaults(rms_norm_eps=1e-5, rope_theta=1e6, bos_token_id=128000, eos_token_id=128001)
     return decoder(raw, attention_bias=False, **windows(raw, lambda layer: layer % 4 == 0))
 
@@ -488,6 +485,7 @@ def gpt_neox(raw: RawConfig) -> GPTConfig:
     raw.only(num_key_value_heads=heads)
     base, share = raw.real("rotary_emb_base", 10000.0), raw.real("rotary_pct", 0.25)
     raw.defaults(rope_theta=base, partial_rotary_factor=share)
+    raw.only(rope_theta=base, partial_rotary_factor=share)  # the class has other names for them
     raw.defaults(hidden_act="gelu", attention_bias=True, bos_token_id=0)
     return decoder(
         raw,

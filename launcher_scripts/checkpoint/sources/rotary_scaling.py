@@ -15,15 +15,31 @@ from typing import Any
 from launcher_scripts.checkpoint.sources.huggingface_raw import RawConfig
 from launcher_scripts.models.family import layer_list
 
-# A Ministral 3's where config.json has no rope_parameters.
-MINISTRAL_YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 1e6,
-    "factor": 16.0,
-    "original_max_position_embeddings": 16384,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-    "llama_4_scaling_beta": 0.1,
+# What classes of transformers take for rope_parameters where config.json has none.
+CLASS_ROPES: dict[str, Fields] = {
+    "cwm": {
+        "rope_type": "llama3",
+        "rope_theta": 1e6,
+        "factor": 16.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "gpt_oss": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+    "ministral3": {
+        "rope_type": "yarn",
+        "rope_theta": 1e6,
+        "factor": 16.0,
+        "original_max_position_embeddings": 16384,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.1,
+    },
 }
 
 
@@ -146,8 +162,15 @@ Fields = dict[str, Any]
 
 
 def rope(raw: RawConfig, head_size: int) -> Fields:
-    """The fields of `rope_parameters`, called `rope_scaling` before transformers 5."""
-    return rope_of(raw, raw.section("rope_parameters", "rope_scaling"), head_size)
+    """The fields of rope_section."""
+    return rope_of(raw, rope_section(raw), head_size)
+
+
+def rope_section(raw: RawConfig) -> RawConfig:
+    """Return `rope_parameters`, called `rope_scaling` before transformers 5."""
+    if (default := CLASS_ROPES.get(str(raw.raw.get("model_type")))) is not None:
+        raw.defaults(rope_parameters=default)
+    return raw.section("rope_parameters", "rope_scaling")
 
 
 def rope_of(raw: RawConfig, section: RawConfig, head_size: int) -> Fields:
