@@ -19,7 +19,7 @@ from tests.checkpoint.peft_maker import STEM, PeftMaker
 from tests.checkpoint.reference_forward_gpt import logits
 from tests.checkpoint.reference_weights import StoredWeights
 from tests.checkpoint.test_gguf import write as write_gguf
-from tests.checkpoint.tiny_models import GPT2, LATER_DECODERS, LLAMA, OPT, T5, TinyModel
+from tests.checkpoint.tiny_models import GPT2, LATER_DECODERS, LLAMA, OPT, T5, T5GEMMA2, TinyModel
 
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
 QWEN2 = {**LLAMA, "tie_word_embeddings": False}
@@ -30,10 +30,12 @@ MODELS = {
     "gpt2": TinyModel("GPT2LMHeadModel", "GPT2Config", GPT2),
     "opt": TinyModel("OPTForCausalLM", "OPTConfig", OPT),
     "t5": TinyModel("T5ForConditionalGeneration", "T5Config", T5),
+    "t5gemma2": T5GEMMA2,
 }
 # What the plain forward pass of the tests does not know.
-WITHOUT_LOGITS = ("gemma2", "phi3", "falcon_40b", "gptj", "qwen2_moe", "t5")
-MODELS |= {name: LATER_DECODERS[name] for name in WITHOUT_LOGITS[:-1]}
+LATER = ("gemma2", "phi3", "falcon_40b", "gptj", "qwen2_moe")
+WITHOUT_LOGITS = (*LATER, "t5", "t5gemma2")
+MODELS |= {name: LATER_DECODERS[name] for name in LATER}
 EMBED = "model.embed_tokens"
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -186,6 +188,16 @@ CASES: dict[str, tuple[str, Callable[[PeftMaker], None], dict[str, Any]]] = {
         {"target_modules": ["q_proj", "shared_expert.up_proj"]},
     ),
     "t5": ("t5", layers(".q", ".v", ".wo"), {"target_modules": ["q", "v", "wo"]}),
+    "t5gemma2": (
+        "t5gemma2",
+        layers("text_model.layers.0.self_attn.q_proj", "decoder.layers.1.self_attn.k_proj"),
+        {
+            "target_modules": [
+                "text_model.layers.0.self_attn.q_proj",
+                "decoder.layers.1.self_attn.k_proj",
+            ]
+        },
+    ),
 }
 
 

@@ -16,6 +16,8 @@ from tests.checkpoint.engine_answers import answers
 from tests.checkpoint.exporting import export_folder
 from tests.checkpoint.peft_maker import PeftMaker
 from tests.engine.test_added_lora import running
+from tests.engine.test_family_switches import drawn
+from tests.engine.test_family_switches import made as made_of
 from tests.engine.test_hybrids import NO_END, check, made, text
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -37,13 +39,17 @@ MODULES = {
         *("kv_a_proj_with_mqa", "kv_b_proj"),
     ),
     "lfm2": ("q_proj", "k_proj", "in_proj", "out_proj", "w1", "w2"),
+    "gemma4_text": ("q_proj", "k_proj"),  # the projection of keys makes values, too
 }
 
 
 @pytest.mark.parametrize("tp_size", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", MODULES)
 def test_adapters_add_to_every_kind_of_branch(name: str, tp_size: int, tmp_path: Path) -> None:
-    model = made(name)
+    if name == "gemma4_text":
+        model = made_of(name, {**drawn(name, 3), "attention_k_eq_v": True})
+    else:
+        model = made(name)
     model.save_pretrained(tmp_path / "base")
     maker = PeftMaker(model)
     modules = [module for module in maker.modules(*MODULES[name]) if "experts" not in module]

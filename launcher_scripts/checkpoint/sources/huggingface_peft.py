@@ -27,7 +27,7 @@ from launcher_scripts.checkpoint.layout.source_checkpoint import (
 from launcher_scripts.checkpoint.layout.tasks import source_of
 from launcher_scripts.checkpoint.sources.huggingface import read_mapping, without_prefix
 from launcher_scripts.checkpoint.sources.huggingface_architectures import ARCHITECTURES
-from launcher_scripts.checkpoint.sources.huggingface_raw import unknown_keys
+from launcher_scripts.checkpoint.sources.huggingface_raw import text_name, unknown_keys
 from launcher_scripts.checkpoint.sources.huggingface_stacked_experts import (
     BY_LAYER,
     expert_pairs,
@@ -88,14 +88,12 @@ _READ = frozenset(
 _IRRELEVANT = frozenset(
     {
         "auto_mapping",
-        "base_model_name_or_path",
-        "corda_config",
+        *("base_model_name_or_path", "corda_config"),
         "eva_config",
         "fan_in_fan_out",
         "inference_mode",
         "loftq_config",
-        "lora_dropout",
-        "lora_ga_config",
+        *("lora_dropout", "lora_ga_config"),
         "megatron_core",
         "peft_version",
         "qalora_group_size",
@@ -309,6 +307,12 @@ def read_peft(path: Path, base: SourceCheckpoint) -> LearnedAdapter:
         )
         for name, value in learned.items():
             updates[name] = (*updates.get(name, ()), value)
+    for name in [name for name in updates if ".self_attn.k_proj." in name]:
+        value = name.replace("k_proj", "v_proj")
+        if value not in updates and _makes_values(base, name):
+            updates[value] = updates[name]
+            if (stem := name.removesuffix(".weight")) in modules:
+                modules[stem.replace("k_proj", "v_proj")] = modules[stem]
     settings.check_parameters(modules.values())
     settings.check_saved(parts, _biases(base, modules, settings.raw.get("bias")))
     copies = _drop_copies(updates, base)
@@ -328,6 +332,14 @@ def read_peft(path: Path, base: SourceCheckpoint) -> LearnedAdapter:
 
     notes = (_TABLES_NOTE.format(path.name),) if tables else ()
     return LearnedAdapter(path, updates, _dialects(base), targets, ties, notes, tables)
+
+
+def _makes_values(base: SourceCheckpoint, name: str) -> bool:
+    """True if a projection of keys makes values, too; see tensors_of_layers."""
+    layer = re.match(r"layers\.(\d+)\.", name)
+    if layer is None or (base.config_json() or {}).get("attention_k_eq_v") is not True:
+        return False
+    return not base.config.window(int(layer[1]))
 
 
 def _biases(base: SourceCheckpoint, modules: Mapping[str, str], kind: Any) -> bool:
@@ -373,7 +385,8 @@ def _replaced_tables(
 
 def _plain_names(values: Mapping[str, Value], archive: Archive) -> dict[str, Value]:
     """Values by the weight table's names. Raises CheckpointError where two names become one."""
-    named = ((name, without_prefix(name), value) for name, value in values.items())
+    plain = ((name, without_prefix(name), value) for name, value in values.items())
+    named = ((name, text_name(short) or short, value) for name, short, value in plain)
     return renamed(named, str(archive.path))
 
 
