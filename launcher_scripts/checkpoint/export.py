@@ -237,6 +237,8 @@ def _reading(path: str) -> Iterator[None]:
         yield
     except LauncherError:
         raise
+    except OSError as error:
+        raise CheckpointError(f"cannot read the checkpoint {path}: {error}") from error
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         raise CheckpointError(f"the checkpoint {path} is damaged: {reason}") from error

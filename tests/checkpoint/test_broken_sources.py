@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -44,6 +46,33 @@ def test_a_link_that_leads_nowhere(folder: Path, tmp_path: Path, target: str) ->
     path.unlink()
     path.symlink_to(target)
     refused_export(folder, tmp_path, rf"a link leads out of the folder, or nowhere; got '{path}'")
+
+
+def test_a_folder_that_may_not_be_listed(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may hold a part of the checkpoint. No mode of a folder stops root, who may run this."""
+    for name in ("closed", "lost+found"):
+        (folder / name).mkdir()
+    scandir = os.scandir
+
+    def denied(path: Any) -> Any:
+        if Path(path).name in ("closed", "lost+found"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", denied)
+    message = (
+        f"1 problem in .*\n- a folder cannot be read: Permission denied; got '{folder}/closed'"
+    )
+    refused_export(folder, tmp_path, message)
+
+
+def test_shards_are_found_by_other_spellings(folder: Path, tmp_path: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "a b.safetensors")
+    index = {"weight_map": {"transformer.wte.weight": "./a b.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert (export_folder(folder, tmp_path) / "model.wte.bin").is_file()
 
 
 def test_a_folder_that_contains_itself_and_a_name_beyond_ascii(

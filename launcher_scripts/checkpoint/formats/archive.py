@@ -299,6 +299,14 @@ def _folder_files(folder: Path) -> Iterator[tuple[str, Path]]:
     if root.parent.name == "snapshots":
         root = root.parent.parent
     problems = Problems(f"the checkpoint {folder}")
+    closed: list[OSError] = []  # these may hide a part of the checkpoint
+    for _ in os.walk(folder, onerror=closed.append):
+        pass
+    for error in closed:
+        # A file system has the latter for itself, and a training removes folders meanwhile.
+        if not (isinstance(error, FileNotFoundError) or error.filename.endswith("/lost+found")):
+            problems.add(f"a folder cannot be read: {error.strerror}", got=str(error.filename))
+    problems.raise_if_any(CheckpointError)
     for path in sorted(folder.rglob("*")):
         if path.is_symlink() and not _leads_into(path, root):
             problems.add("a link leads out of the folder, or nowhere", got=str(path))

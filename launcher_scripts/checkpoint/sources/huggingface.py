@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import PurePosixPath
 from typing import Any, ClassVar
 
 from numpy.typing import NDArray
@@ -122,7 +123,7 @@ def weight_files(archive: Archive, names: Sequence[str], notes: list[str]) -> li
 def _shards(archive: Archive, index: str) -> list[str]:
     try:
         weight_map = mapping(read_mapping(archive, index)["weight_map"])
-        shards = sorted(set(weight_map.values()))
+        shards = sorted({str(PurePosixPath(shard)) for shard in weight_map.values()})
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{index} of {archive.path} is damaged: {error!r}") from error
     if not shards or not all(isinstance(shard, str) for shard in shards):
