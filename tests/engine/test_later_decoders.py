@@ -41,12 +41,19 @@ from tests.engine.test_beams_transformers import Pair
 SHORT = (5, 17, 2, 40, 66, 31, 8)
 LONG = (*SHORT, 9, 9, 50, 21, 3, 60, 44, 12, 13, 37, 5, 28, 1, 64, 30, 7)
 LENGTH = 24
+SHORT_LENGTH = 9  # still more tokens than attention's window
 NO_END = 67
 SHAPES = [
     (1, 1),
     pytest.param((2, 1), marks=pytest.mark.slow),
     pytest.param((1, 2), marks=pytest.mark.slow),
 ]
+
+
+def rotation_grows(model: PreTrainedModel) -> bool:
+    """Return whether the speeds of rotation depend on the length of the row."""
+    parameters = getattr(model.config, "rope_parameters", None) or {}
+    return parameters.get("rope_type") in ("dynamic", "longrope")
 
 
 def followed(
@@ -58,8 +65,7 @@ def followed(
     the speeds of rotation depend on how long the row is by then, generate appends them one by one,
     in a copy of the model: it keeps the speeds of the longest row so far.
     """
-    parameters = getattr(model.config, "rope_parameters", None) or {}
-    grows = parameters.get("rope_type") in ("dynamic", "longrope")
+    grows = rotation_grows(model)
     model = copy.deepcopy(model) if grows else model
     ids = torch.tensor([prompt if grows else (*prompt, *answer[:-1])])
     with torch.no_grad():
@@ -283,7 +289,8 @@ def test_logits_and_tokens_are_those_of_transformers(
     folder = export_folder(tmp_path / "hf", tmp_path, shape[0])
     engine = Engine.load(EngineSettings(folder, parallelism=Parallelism(*shape), device="cpu"))
     # LongRoPE looks at how long a row may become, so a short one stays below 16 here.
-    counts = {SHORT: 9 if name == "phi3_long" else LENGTH, LONG: LENGTH}
+    length = LENGTH if rotation_grows(model) else SHORT_LENGTH
+    counts = {SHORT: SHORT_LENGTH if name == "phi3_long" else length, LONG: length}
     try:
         answers = {
             prompt: engine.submit(

@@ -35,7 +35,7 @@ def requests_of(draw: random.Random, count: int) -> Iterator[GenerateRequest]:
     for _ in range(count):
         yield GenerateRequest(
             text(draw.randrange(1, 90), draw.random()),
-            draw.randrange(1, 40),
+            draw.randrange(1, 20),
             draw.choice(SAMPLINGS),
             return_log_probs=draw.random() < 0.3,
             return_context_logits=draw.random() < 0.1,

@@ -154,8 +154,8 @@ def test_answers_are_those_without_the_cache(
     monkeypatch.setitem(PREFILL_TOKENS, "cpu", budget)
     plain = engine_for(*MODELS[model])
     sharing = engine_for(*MODELS[model], max_tokens=tokens, enable_prefix_caching=True)
-    check_same(plain, sharing, random.Random(tokens), rounds=2)
-    assert hits(sharing) > 50
+    check_same(plain, sharing, random.Random(tokens), rounds=1)
+    assert hits(sharing) > 40
     assert hits(plain) == 0
     plain.close()
     sharing.close()
@@ -166,7 +166,7 @@ def test_answers_are_the_same_as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setitem(STEPS_AHEAD, "cpu", 1)
     plain = engine_for(CONFIG, TENSORS)
     sharing = engine_for(CONFIG, TENSORS, graphs=EagerGraphs(), enable_prefix_caching=True)
-    check_same(plain, sharing, random.Random(1), rounds=2)
+    check_same(plain, sharing, random.Random(1), rounds=1)
     assert hits(sharing) > 50
     plain.close()
     sharing.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import pickle
 import re
@@ -28,6 +27,7 @@ from launcher_scripts.engine.distributed.communicator import (
 )
 from launcher_scripts.engine.engine import Engine
 from tests.engine.small_models import load_engine, random_tensors, small_config
+from tests.forked_steps import FORKSERVER
 
 pytestmark = pytest.mark.started_ranks
 
@@ -38,7 +38,7 @@ _LISTENS = "0A"
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    engine = load_engine(tmp_path_factory.mktemp("strangers"), CONFIG, random_tensors(CONFIG), 2, 2)
+    engine = load_engine(tmp_path_factory.mktemp("strangers"), CONFIG, random_tensors(CONFIG), 1, 2)
     yield engine
     engine.close()
 
@@ -121,9 +121,8 @@ def meet(rank: int, port: int, results: Queue[tuple[int, list[str]]]) -> None:
 
 
 def test_ranks_exchange_no_pickles() -> None:
-    context = multiprocessing.get_context("spawn")
-    store, results = open_store(LOOPBACK, 60), context.Queue()
-    ranks = [context.Process(target=meet, args=(rank, store.port, results)) for rank in range(2)]
+    store, results = open_store(LOOPBACK, 60), FORKSERVER.Queue()
+    ranks = [FORKSERVER.Process(target=meet, args=(rank, store.port, results)) for rank in range(2)]
     for process in ranks:
         process.start()
     for process in ranks:
