@@ -23,6 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.generate import machine
+from benchmarks.shapes import SHAPES, modern
 from launcher_scripts.checkpoint.export import export
 from launcher_scripts.checkpoint.fastertransformer.config_ini import format_config
 from launcher_scripts.common.parallelism import Parallelism
@@ -32,24 +33,7 @@ from launcher_scripts.contract.requests import GenerateRequest, SamplingParamete
 from launcher_scripts.engine.engine import Engine, EngineSettings
 from launcher_scripts.models.gpt import GPTConfig
 
-CONFIG = GPTConfig(
-    vocab_size=32000,
-    num_layers=12,
-    hidden_size=768,
-    num_heads=12,
-    num_kv_heads=4,
-    head_size=64,
-    ffn_size=2048,
-    max_positions=2048,
-    end_id=32000,
-    start_id=0,
-    position_embedding="rope",
-    normalization="rmsnorm",
-    activation="silu",
-    gated=True,
-    attention_bias=False,
-    mlp_bias=False,
-)
+CONFIG = replace(modern(SHAPES["126m"].config()), vocab_size=32000, end_id=32000, num_kv_heads=4)
 TINY = replace(CONFIG, vocab_size=67, end_id=67, num_layers=2, hidden_size=64, head_size=16)
 TINY = replace(TINY, num_heads=4, num_kv_heads=2, ffn_size=96)
 OUTPUT, STEM = 512, 1100
