@@ -120,9 +120,29 @@ def test_several_chat_templates_reach_the_text_models(tmp_path: Path) -> None:
     assert AutoTokenizer.from_pretrained(tmp_path / "hf").chat_template == expected
 
 
-def test_damaged_chat_templates_are_an_error_of_the_checkpoint(tmp_path: Path) -> None:
+def test_chat_templates_by_name(tmp_path: Path) -> None:
+    """transformers reads such a mapping, too, but does not write it."""
+    expected = {"default": TEMPLATE, "rag": "{{ documents }}"}
     save_model(tmp_path / "hf")
-    save_fast(tmp_path / "hf", chat_template=[{"name": "default"}])
+    save_fast(tmp_path / "hf")
+    path = tmp_path / "hf" / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": expected}))
+    assert AutoTokenizer.from_pretrained(tmp_path / "hf").chat_template == expected
+    assert templates_of(export_folder(tmp_path / "hf", tmp_path, tokenizer=AUTO)) == expected
+
+
+@pytest.mark.parametrize(
+    "templates",
+    [[{"name": "default"}], [{"name": "default", "template": 3}], {"default": None}, 3],
+    ids=str,
+)
+def test_damaged_chat_templates_are_an_error_of_the_checkpoint(
+    tmp_path: Path, templates: Any
+) -> None:
+    save_model(tmp_path / "hf")
+    save_fast(tmp_path / "hf")
+    path = tmp_path / "hf" / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": templates}))
     with pytest.raises(CheckpointError, match=r"chat templates of tokenizer_config\.json"):
         export_folder(tmp_path / "hf", tmp_path, tokenizer=AUTO)
 

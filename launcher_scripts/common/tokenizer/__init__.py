@@ -89,7 +89,7 @@ def chat_templates(files: Mapping[str, bytes]) -> dict[str, str]:
     """Name -> Jinja text of the chat templates of a tokenizer; {} where it has none.
 
     The usual one is called `default`. As in transformers, chat_template.jinja goes before the
-    entry of tokenizer_config.json, which is a text or a list of names and texts.
+    entry of tokenizer_config.json: a text, a list of names and texts, or a mapping.
 
     files: name -> content of the tokenizer's files
     Raises ValueError for files that are damaged.
@@ -103,9 +103,15 @@ def chat_templates(files: Mapping[str, bytes]) -> dict[str, str]:
             return {"default": templates}
         if isinstance(templates, list):
             try:
-                return {str(template["name"]): str(template["template"]) for template in templates}
+                templates = {template["name"]: template["template"] for template in templates}
             except (KeyError, TypeError) as error:
                 raise ValueError(f"the chat templates of {name} are damaged") from error
+        if isinstance(templates, dict) and all(
+            isinstance(text, str) for pair in templates.items() for text in pair
+        ):
+            return templates
+        if templates is not None:
+            raise ValueError(f"the chat templates of {name} are damaged")
     return {}
 
 
