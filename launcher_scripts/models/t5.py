@@ -41,6 +41,9 @@ class T5Config(ExpertsOfStacks, AdapterSizes):
     encoder attends to sliding_window tokens around it. qk_norm, rotary_local_base and
     rotary_interpolation_factor are as in GPTConfig.
 
+    In a LongT5 (arXiv:2112.07916) a token of the encoder attends to the encoder_sliding_window
+    tokens around it.
+
     A Switch Transformer (arXiv:2101.03961) has num_experts MLPs in the layers that
     encoder_expert_layers and decoder_expert_layers name, of which a token goes through the one that
     its router scores best, weighed by the softmax of the scores; router_bias is the router's.
@@ -93,6 +96,7 @@ class T5Config(ExpertsOfStacks, AdapterSizes):
     qk_norm: bool | None = None
     rotary_local_base: float | None = None
     rotary_interpolation_factor: float | None = None
+    encoder_sliding_window: int | None = None
     parts: Adapters = NO_ADAPTERS
 
     def check(self, problems: Problems) -> None:
@@ -114,6 +118,8 @@ class T5Config(ExpertsOfStacks, AdapterSizes):
             problems.add("rotary_base and rope belong together", got=self.rotary_base)
         if self.num_kv_heads is not None:
             self.check_divides(problems, "num_kv_heads", "num_heads")
+        if self.encoder_sliding_window is not None:
+            problems.check_minimum("encoder_sliding_window", self.encoder_sliding_window, 1)
         self._check_experts(problems)
 
     def _check_experts(self, problems: Problems) -> None:
@@ -158,6 +164,8 @@ class T5Config(ExpertsOfStacks, AdapterSizes):
 
     def encoder_window(self, layer: int) -> int:
         """How many tokens around it a token of the encoder attends to in a layer; 0: all."""
+        if self.encoder_sliding_window is not None:
+            return self.encoder_sliding_window
         window = self.window(layer)
         return window if self.merged_attention or not window else 2 * window + 1
 

@@ -30,6 +30,8 @@ def weights(config: T5Config) -> list[WeightSpec]:
         specs += _decoder_layer(config)
     if config.num_experts is not None:
         specs = [_of_switch(spec) for spec in specs]
+    if config.encoder_sliding_window is not None:
+        specs = [_of_long(spec) for spec in specs]
     if config.sandwich_norms:
         specs = [_of_gemma(config, spec) for spec in specs if spec.name != "shared.weight"]
     return specs + adapters.weights("t5", config.parts, not config.encoder_only)
@@ -60,6 +62,15 @@ def _of_switch(spec: WeightSpec) -> WeightSpec:
     of_experts = ".experts." in spec.name or ".router." in spec.name
     sources = {} if of_experts else spec.sources
     return replace(spec, sources={**sources, "switch": Source(keys, source.layout)})
+
+
+def _of_long(spec: WeightSpec) -> WeightSpec:
+    """The row with the dialect "longt5"."""
+    source = spec.sources.get("huggingface")
+    if source is None or not spec.name.startswith("encoder."):
+        return spec
+    keys = tuple(key.replace(".SelfAttention.", ".LocalSelfAttention.") for key in source.keys)
+    return replace(spec, sources={**spec.sources, "longt5": Source(keys, source.layout)})
 
 
 def _switch_key(key: str) -> str:

@@ -17,7 +17,7 @@ from launcher_scripts.common.tokenizer import load_tokenizer
 from launcher_scripts.config.export import TokenizerSettings
 from launcher_scripts.contract.requests import GenerateRequest
 from launcher_scripts.engine.engine import Engine, EngineSettings
-from tests.checkpoint.exporting import export_folder
+from tests.checkpoint.exporting import export_folder, refused_export
 from tests.checkpoint.tiny_models import ENCODER_DECODERS, T5, TinyModel
 from tests.engine.small_models import generate
 from tests.engine.small_t5 import DECODER, SOURCE, decoder_logits, encode
@@ -72,6 +72,18 @@ SWITCH = TinyModel(
 )
 
 
+LONG = TinyModel(
+    "LongT5ForConditionalGeneration",
+    "LongT5Config",
+    {**T5, "encoder_attention_type": "local", "local_radius": 5, "feed_forward_proj": "gated-gelu"},
+)
+
+
+@pytest.fixture(scope="module")
+def long(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    return lively(LONG, tmp_path_factory.mktemp("long"), 0.9)
+
+
 @pytest.fixture(scope="module")
 def umt5(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     return lively(ENCODER_DECODERS["umt5"], tmp_path_factory.mktemp("umt5"))
@@ -82,13 +94,13 @@ def switch(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     return lively(SWITCH, tmp_path_factory.mktemp("switch"))
 
 
-def lively(tiny: TinyModel, folder: Path) -> tuple[Path, Any]:
+def lively(tiny: TinyModel, folder: Path, size: float = 1.2) -> tuple[Path, Any]:
     """The folder and the model in it, whose weights are so large that its texts are lively."""
     model = tiny.make()
     torch.manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.normal_(0, 0.3 if name == "shared.weight" else 1.2)
+            parameter.normal_(0, 0.3 if name == "shared.weight" else size)
     model.save_pretrained(folder / "hf")
     return folder, model
 
@@ -96,6 +108,25 @@ def lively(tiny: TinyModel, folder: Path) -> tuple[Path, Any]:
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2)])
 def test_a_bias_of_every_layer(umt5: tuple[Path, Any], tp: int, pp: int):
     compare(umt5, tp, pp)
+
+
+@pytest.mark.parametrize(
+    ("tp", "pp"),
+    [
+        (1, 1),
+        pytest.param(2, 1, marks=pytest.mark.slow),
+        pytest.param(1, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_an_encoder_of_near_tokens(long: tuple[Path, Any], tp: int, pp: int) -> None:
+    compare(long, tp, pp)
+
+
+def test_an_encoder_of_blocks_is_refused(tmp_path: Path) -> None:
+    values = {**LONG.values, "encoder_attention_type": "transient-global"}
+    TinyModel(LONG.model, LONG.config, values).make().save_pretrained(tmp_path / "hf")
+    words = "encoder_attention_type is not supported; got 'transient-global'; choices: local"
+    refused_export(tmp_path / "hf", tmp_path, words)
 
 
 @pytest.mark.parametrize(

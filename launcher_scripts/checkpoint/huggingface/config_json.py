@@ -421,6 +421,8 @@ def refuse_unwritten(config: Any, raw: Mapping[str, Any] | None) -> None:
         name = "nllb-moe" if family == "bart" else "switch_transformers"
     if getattr(config, "merged_attention", None):
         name = "t5gemma2"
+    if getattr(config, "encoder_sliding_window", None):
+        name = "longt5"
     if name in NOT_WRITTEN:
         message = f"models of the type {name} cannot be written as a transformers folder"
         raise CheckpointError(problem(message, change="export.format=fastertransformer"))

@@ -59,13 +59,20 @@ class Architecture:
 
 HEAD = "lm_head.weight"
 # Model types whose checkpoints may lack a decoder.
-_ENCODERS = ("t5", "mt5", "umt5", "t5gemma", "t5gemma2")
+_ENCODERS = ("t5", "mt5", "umt5", "longt5", "t5gemma", "t5gemma2")
+
+# Those whose classes tie the output table, whatever config.json says, if it is not stored.
+_TIED = ("mt5", "umt5", "longt5")
 
 
 def has_separate_head(raw: RawConfig, ties: bool) -> bool:
     """Return whether config.json promises an output table beside the input's, which a T5's encoder
     does not have."""
-    if raw.raw["model_type"] in _ENCODERS and not has_decoder(raw):
+    name = raw.raw["model_type"]
+    if name in _ENCODERS and not has_decoder(raw):
+        return False
+    if name in _TIED and HEAD not in raw.keys:
+        raw.unused("tie_word_embeddings")
         return False
     return not raw.flag("tie_word_embeddings", ties)
 
@@ -304,6 +311,7 @@ ARCHITECTURES = {
     **dict.fromkeys(("t5", "mt5"), Architecture("t5", configs.t5, "huggingface", _SHARED)),
     "switch_transformers": Architecture("t5", configs.switch_transformers, "switch", _SHARED),
     "umt5": Architecture("t5", configs.umt5, "huggingface", _SHARED),
+    "longt5": Architecture("t5", configs.longt5, "longt5", _SHARED, inherits=("huggingface",)),
     "t5gemma": Architecture("t5", gemma.t5gemma, "t5gemma", _GEMMA_HEAD),
     "t5gemma2": Architecture("t5", gemma.t5gemma2, "t5gemma", _OF_ENCODER),
     "bart": Architecture("bart", configs.bart, "bart", _SHARED, _scaled),

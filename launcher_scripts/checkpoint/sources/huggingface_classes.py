@@ -216,5 +216,5 @@ NOT_READ = {
     "doge": "its attention masks values by a dynamic mask",
     "laguna": "its attention is gated by a softplus",
     "minimax": "its layers have lightning attention",
-    **dict.fromkeys(("led", "longt5"), "its encoder's attention is local, with global tokens"),
+    "led": "its encoder's attention is local, with global tokens",
 }

@@ -306,6 +306,14 @@ def umt5(raw: RawConfig) -> T5Config:
     return t5(raw, relative_bias_per_layer=True)
 
 
+def longt5(raw: RawConfig) -> T5Config:
+    """A LongT5 whose encoder attends to near tokens alone."""
+    raw.unused("global_block_size")  # of the other kind of attention
+    raw.only(encoder_attention_type="local")
+    radius = raw.size("local_radius", default=127)
+    return t5(raw, encoder_sliding_window=2 * radius + 1)
+
+
 def switch_transformers(raw: RawConfig) -> T5Config:
     """A T5 of which every so many layers, from the second on, has experts.
 

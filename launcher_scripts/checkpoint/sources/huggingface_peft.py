@@ -308,9 +308,9 @@ def read_peft(path: Path, base: SourceCheckpoint) -> LearnedAdapter:
         for name, value in learned.items():
             updates[name] = (*updates.get(name, ()), value)
     for name in [name for name in updates if ".self_attn.k_proj." in name]:
-        value = name.replace("k_proj", "v_proj")
-        if value not in updates and _makes_values(base, name):
-            updates[value] = updates[name]
+        other = name.replace("k_proj", "v_proj")
+        if other not in updates and _makes_values(base, name):
+            updates[other] = updates[name]
             if (stem := name.removesuffix(".weight")) in modules:
                 modules[stem.replace("k_proj", "v_proj")] = modules[stem]
     settings.check_parameters(modules.values())

@@ -405,6 +405,7 @@ REGISTERED: dict[str, str] = {
     "pegasus": "PegasusTokenizer",
     "phi": "GPT2Tokenizer",
     "qwen2": "Qwen2Tokenizer",
+    "longt5": "T5Tokenizer",
     "nllb-moe": "NllbTokenizer",
     "qwen2_5_vl": "Qwen2Tokenizer",
     "qwen2_moe": "Qwen2Tokenizer",
