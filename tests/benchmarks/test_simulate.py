@@ -39,6 +39,7 @@ def test_more_gpus_of_a_node_are_faster_and_other_nodes_cost() -> None:
     assert rates[2] < rates[1]
 
 
+@pytest.mark.slow
 def test_clients_that_stop_early_leave_room_for_others() -> None:
     """They ask for four times the cache, and what they take fits."""
     times = StepTimes.of(*MODELS["1.3b"])

@@ -115,7 +115,7 @@ def test_a_row_is_answered_as_alone(model: str, data_type: str) -> None:
     engine.close()
 
 
-@pytest.mark.parametrize("model", ["rope", "lora", "t5"])
+@pytest.mark.parametrize("model", [pytest.param("rope", marks=pytest.mark.slow), "lora", "t5"])
 def test_graphs_have_one_shape(monkeypatch: pytest.MonkeyPatch, model: str) -> None:
     """Where steps are graphs, and a step is launched before the last one's tokens."""
     monkeypatch.setitem(STEPS_AHEAD, "cpu", 1)
@@ -212,7 +212,7 @@ def check_prefixes(build: Callable[[], Engine], count: int = 12) -> tuple[float,
     return tried(engine), accepted(engine)
 
 
-@pytest.mark.parametrize("data_type", ["fp32", "bf16"])
+@pytest.mark.parametrize("data_type", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
 @pytest.mark.parametrize("graphs", [None, EagerGraphs()], ids=["launched", "graphs"])
 def test_found_prefixes_and_drafts_change_no_bit(
     monkeypatch: pytest.MonkeyPatch, data_type: str, graphs: EagerGraphs | None

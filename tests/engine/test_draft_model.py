@@ -165,7 +165,7 @@ def test_a_row_that_loses_its_place_is_read_anew() -> None:
     ("model", "agrees"),
     [
         ("gpt", True),
-        ("rope", True),
+        pytest.param("rope", True, marks=pytest.mark.slow),
         pytest.param("longrope", False, marks=pytest.mark.slow),
         ("window", False),
         ("latent", True),

@@ -112,7 +112,9 @@ def accepted(engine: Engine) -> float:
     return values(engine.statistics, names.ACCEPTED_TOKENS)[""]
 
 
-@pytest.mark.parametrize("model", ["gpt", "rope", "longrope", "window", "latent"])
+@pytest.mark.parametrize(
+    "model", ["gpt", pytest.param("rope", marks=pytest.mark.slow), "longrope", "window", "latent"]
+)
 def test_answers_are_those_without_drafts(model: str) -> None:
     plain, drafting = (engine_for(*MODELS[model], max_batch_size=9) for _ in range(2))
     check_same(plain, drafting, seed=len(model))

@@ -148,6 +148,7 @@ def test_a_frozen_server_ends_its_streams_with_an_error(served: RunningStep, fro
     assert pid not in dict(served.survivors())
 
 
+@pytest.mark.slow
 def test_without_restarts_the_death_of_the_gateway_is_the_servers(
     repository: Path, tmp_path: Path
 ) -> None:
