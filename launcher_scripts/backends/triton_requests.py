@@ -161,7 +161,7 @@ def parameter_values(
 
     parameters: as Triton hands them on, JSON
     kinds:      input -> its type as config.pbtxt says it, of those that may be a parameter
-    given:      inputs that came as tensors
+    present:    inputs that came as tensors
     others:     parameters that stand for no input
 
     Raises ParameterError for a name that is none of `kinds`, one that is in `present`, or a value

@@ -100,7 +100,7 @@ def print_blocks(
     """A block for preprocessing, for every answer of the model, for postprocessing of the last
     one, and for every answer of the ensemble.
 
-    ask:    the answers of a model to a request
+    send:   the answers of a model to a request
     shaped: tensors [rows, ...] in the shape that these models take
     """
     contract = generating_contract(models)

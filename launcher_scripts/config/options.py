@@ -31,7 +31,7 @@ class Option:
 
     flag:    its command-line flag without the dashes; "": the field's name
     metavar: stands for the value in --help; None: the choices, or a word for the type
-    least:   the smallest number that is allowed; null is allowed where it is the default
+    lower:   the smallest number that is allowed; null is allowed where it is the default
     """
 
     help: str

@@ -284,8 +284,8 @@ PlainDelta = tuple[
 
 
 class EndCode(NamedTuple):
-    """The number that says in `news` that a row has ended: 1, and more where its weights are not
-    those of the server's start.
+    """The number in a shared stream that says that a row has ended: 1, and more where its weights
+    are not those of the server's start.
 
     version: of the weights, see GenerateOutput;  mixed: whether the row began with others
     """

@@ -36,7 +36,7 @@ Send = Callable[[int], Iterator[Any]]
 class Journal:
     """The results of one measurement; a context manager.
 
-    kept:   results of earlier runs
+    stored: results of earlier runs
     counts: what those took: requests, seconds, tokens
     """
 

@@ -31,7 +31,7 @@ class ClientQueues(OrderedDict[str, dict[Item, None]]):
             del self[client]
 
     def next_item(self, may: Callable[[str], bool] = lambda _: True) -> tuple[str, Item] | None:
-        """The first item of the client whose turn it is, of those that `may`."""
+        """The first item of the next client in turn for which `may` is true."""
         client = next(filter(may, self), None)
         if client is None:
             return None
@@ -46,7 +46,7 @@ class Admission:
     """Places for rows. Clients that wait take turns, so that one with many rows holds up nobody.
 
     running, waiting: rows
-    most:             that may run and wait together
+    maximum:          that may run and wait together
     """
 
     def __init__(self, max_running: int, max_waiting: int) -> None:

@@ -57,7 +57,7 @@ class RowRequest:
                       0: the log-probability of the token alone
     prompt_log_probs: the same for the prompt's tokens
     timeout:          seconds
-    whole:            nothing is shown before all of it is there: it may be begun again
+    full:             nothing is shown before all of it is there: it may be begun again
     """
 
     request_id: str

@@ -72,8 +72,8 @@ def _with_thinking(message: Mapping[str, Any]) -> dict[str, Any]:
 class _Message:
     """One message of an answer.
 
-    thought: whether it is what was thought;  called: the function that it calls
-    begun:   whether there was text of it
+    reasoning: whether it is reasoning;  called: the function that it calls
+    started:   whether there was text of it
     """
 
     reasoning: bool

@@ -14,7 +14,7 @@ from typing import Any
 class StopTexts:
     """Looks for stop texts in a text that comes in pieces.
 
-    What may still become a stop text is held back. `found` is the one that was met, of `texts`.
+    What may still become a stop text is held back. `match` is the one of `texts` that was found.
     """
 
     def __init__(self, stops: Sequence[str], *, included: bool = False) -> None:
@@ -69,8 +69,8 @@ def with_both_names(message: Mapping[str, Any]) -> dict[str, Any]:
 class Reasoning:
     """Delimiters of the reasoning in responses to one prompt.
 
-    begin, end: the marks
-    begun: the prompt has the first one, and the answer usually only the second
+    begin, end: the delimiters
+    started:    the prompt has the first one, and the answer usually only the second
     """
 
     begin: str

@@ -32,8 +32,8 @@ class StreamLost(Exception):
 class _RowBuffer:
     """Received tokens of one row that have not been read yet.
 
-    begun:  something has been taken
-    error:  what the row ends with, once all that came before is taken
+    started: something has been taken
+    error:   what the row ends with, once all that came before is taken
     """
 
     def __init__(self, number: int) -> None:

@@ -32,7 +32,7 @@ class Shape:
     end_id:          the model's, for rows that name none
     dtype:           the model's compute type
     prompt_start_id: the model's first id that is a virtual token in rows with a prompt
-    wanted:          the tensors that the client asked for
+    requested:       the tensors that the client asked for
     increments:      the axis `generated` of log-probabilities has the tokens of one response
     """
 

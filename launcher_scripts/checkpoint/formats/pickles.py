@@ -239,7 +239,7 @@ def load_pickle(
     """Unpickle `data`; globals other than PLAIN_GLOBALS and `allowed` become Opaque.
 
     origin:     what the data is, for errors
-    known:      (module, name) -> what stands for it
+    allowed:    (module, name) -> what stands for it
     persistent: resolves persistent ids (torch's storages)
 
     Raises CheckpointError for a name that is an attack and for damaged data.

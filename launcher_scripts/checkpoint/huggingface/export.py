@@ -241,7 +241,7 @@ def _model(
 ) -> TransformersContent | None:
     """The model as this type; None if it is none, and why.
 
-    said:     its config.json
+    values:   its config.json
     dialects: of the model that this config.json describes
     """
     architecture = transformers_class(model_type, config)

@@ -346,7 +346,7 @@ class Layout:
 
     sections: how many matrices are stacked along the source's first axis, of each of which a
               tensor-parallel rank of the source holds a part
-    whole:    every tensor-parallel rank of the source holds the whole tensor, although the
+    full:     every tensor-parallel rank of the source holds the whole tensor, although the
               target's ranks share it
     inverse:  from the stored form to the source tensors; None if it is unknown
     part:     position of the row among the rows that share one source tensor

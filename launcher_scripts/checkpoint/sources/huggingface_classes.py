@@ -158,7 +158,7 @@ def check_classes(raw: RawConfig, config: Mapping[str, Any], family: str, allowe
     """Note classes of `architectures` and `auto_map` that are not transformers' language model of
     the model type, and code beside the weights.
 
-    whole:   config.json, also of a model that reads images
+    config:  config.json, also of a model that reads images
     allowed: they are taken for that model all the same
     """
     model_type = str(config.get("model_type", raw.raw["model_type"]))

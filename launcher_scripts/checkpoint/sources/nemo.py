@@ -316,8 +316,8 @@ def t5_token_ids(raw: Mapping[str, Any], tokenizer: Tokenizer) -> TokenIds:
 def _appended(tokenizer: SentencePieceTokenizer, sentinels: int, first_sentinel: int) -> TokenIds:
     """Ids after NeMo's additions.
 
-    sentinels: how many <extra_id_N> come before the other additions
-    least:     the vocabulary's own id of a role counts only from here on
+    sentinels:      how many <extra_id_N> come before the other additions
+    first_sentinel: the vocabulary's own id of a role counts only from here on
     """
     first = [f"<extra_id_{number}>" for number in range(sentinels)]
     added = sum(tokenizer.token_id(token) is None for token in (*first, *_UNUSED_TOKENS))

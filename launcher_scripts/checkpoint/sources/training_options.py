@@ -128,10 +128,10 @@ IRRELEVANT: dict[str, tuple[str, ...]] = {
 class TrainingOptions:
     """The options of a training; wrong and missing values are noted, to be reported at once.
 
-    raw:      the options by name; absent, null, zero and empty ones have their defaults
-    problems: what is wrong with them so far
-    notes:    what a user should know about the model
-    asked:    names of what was asked for; check_keys looks at the others
+    raw:       the options by name; absent, null, zero and empty ones have their defaults
+    problems:  what is wrong with them so far
+    notes:     what a user should know about the model
+    read_keys: names of the options that were read; check_keys looks at the others
     """
 
     raw: Mapping[str, Any]

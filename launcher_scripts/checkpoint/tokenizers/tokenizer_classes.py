@@ -67,7 +67,7 @@ class TokenizerClass:
     roles:   role -> the token that has it by default
     extra:   further special tokens, by the options of tokenizer_config.json
     pieces:  a SentencePiece model's pieces -> the vocabulary, in the order of the ids
-    around:  what stands around a text ("$A" in it), by the roles; (): what add_bos_token and
+    surround: the tokens around a text ("$A" in it), by the roles; (): what add_bos_token and
              add_eos_token say; None: what tokenizer.json says, else these two
     slow:    the files of its slow form, as an export names them: a SentencePiece model, or
              vocabulary and merges; (): that form is not read

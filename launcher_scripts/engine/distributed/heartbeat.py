@@ -282,7 +282,7 @@ class RankProgress:
 
 @dataclass(frozen=True)
 class Watchdog:
-    """Judges the ranks of one engine; `patience` is in seconds."""
+    """Judges the ranks of one engine; `timeout` is in seconds."""
 
     parallelism: Parallelism
     timeout: float

@@ -167,7 +167,7 @@ class NodeHost:
 
     folders:  where rank 0 of a model leaves its address
     restarts: how often the server may be started again
-    patience: seconds until a first or next engine must be there
+    timeout:  seconds until a first or next engine must be there
     """
 
     def __init__(

@@ -159,7 +159,7 @@ MEMORY_SHARE = 0.02  # of the device's memory, for all graphs
 class Recording:
     """The shapes that are to be recorded still, those needed first in front.
 
-    take: has all ranks carry out a plan;  memory: bytes of the device, those free and all
+    on_plan: has all ranks carry out a plan;  memory: bytes of the device, those free and all
     """
 
     def __init__(

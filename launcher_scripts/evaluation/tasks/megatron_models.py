@@ -115,7 +115,7 @@ class CoreModel(TorchReference):
         """Raises NoReferenceError without the core, and where it does not compute the model;
         ConfigError for what it refuses.
 
-        said:    the fields of the core's configuration and model
+        options: the fields of the core's configuration and model
         tensors: by the names that the core has saved them under, layers and experts apart
         """
         try:
