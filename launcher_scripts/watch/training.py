@@ -7,7 +7,7 @@ opens a file of weights, so nothing keeps the training from deleting what it wro
 from __future__ import annotations
 
 import hashlib
-import json
+import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,6 +18,7 @@ from launcher_scripts.checkpoint.layout.source_checkpoint import RANK_FOLDER
 from launcher_scripts.checkpoint.sources.locations import TRACKER_NAME
 from launcher_scripts.checkpoint.sources.nemo_files import CHECKPOINTS
 from launcher_scripts.common.errors import CheckpointError, problem
+from launcher_scripts.common.files import parse_json, read_plain
 
 _ITERATION = re.compile(r"iter_(?P<step>\d+)")
 _TRAINER = re.compile(r"checkpoint-(?P<step>\d+)")
@@ -59,7 +60,9 @@ def saved_checkpoints(folder: Path) -> list[SavedCheckpoint]:
         for path, step, files in layout(folder):
             signature = _signature(files)
             if signature is not None:
-                name = path.stem if path.is_file() else path.name
+                # A name that is no UTF-8 could not be printed; its path keeps the bytes.
+                raw = os.fsencode(path.stem if path.is_file() else path.name)
+                name = raw.decode(errors="backslashreplace")
                 saved[name] = SavedCheckpoint(name, path, step, signature)
     return sorted(_without_copies(saved), key=lambda checkpoint: (checkpoint.step, checkpoint.name))
 
@@ -71,7 +74,7 @@ Layout = Callable[[Path], Iterator[tuple[Path, int, Files]]]
 def _megatron(folder: Path) -> Iterator[tuple[Path, int, Files]]:
     """Iterations up to the one in the tracker file, which is written after the checkpoint."""
     try:
-        latest = int((folder / TRACKER_NAME).read_text(encoding="utf-8"))
+        latest = int(read_plain(folder / TRACKER_NAME))
     except (OSError, ValueError):  # not there yet, or `release`
         return
     for path in _entries(folder):
@@ -129,7 +132,11 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def _files_below(folder: Path) -> Files:
-    return sorted(path for path in folder.rglob("*") if path.is_file())
+    """Files of a checkpoint; [] if the training deletes its folders meanwhile."""
+    try:
+        return sorted(path for path in folder.rglob("*") if path.is_file())
+    except (OSError, RecursionError):
+        return []
 
 
 def _step(path: Path) -> int:
@@ -146,7 +153,7 @@ def _has_all_shards(folder: Path) -> bool:
     if not index.is_file():
         return any((folder / name).is_file() for name in _SINGLE_FILES)
     try:
-        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        shards = set(parse_json(read_plain(index))["weight_map"].values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
     return bool(shards) and all((folder / str(name)).is_file() for name in shards)
@@ -160,7 +167,7 @@ def _signature(files: Files) -> str | None:
             status = file.stat()
         except OSError:
             return None
-        digest.update(f"{file}\0{status.st_size}\0{status.st_mtime_ns}\0".encode())
+        digest.update(os.fsencode(f"{file}\0{status.st_size}\0{status.st_mtime_ns}\0"))
     return digest.hexdigest() if files else None
 
 

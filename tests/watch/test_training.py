@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -96,3 +97,35 @@ def test_nemo_2_folders(tmp_path: Path) -> None:
 def test_a_folder_that_does_not_exist(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"watch\.training_dir"):
         saved_checkpoints(tmp_path / "missing")
+
+
+def test_a_pipe_is_no_tracker(tmp_path: Path) -> None:
+    write(tmp_path / "iter_0000010" / "x")
+    os.mkfifo(tmp_path / "latest_checkpointed_iteration.txt")
+    assert names(tmp_path) == []
+
+
+def test_an_index_that_cannot_be_read_leaves_its_checkpoint_out(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint-5"
+    write(folder / "config.json", folder / "trainer_state.json")
+    index = folder / "model.safetensors.index.json"
+    for text in ("[" * 100_000, "[]", '{"weight_map": {"a": []}}', "\0", '{"weight_map": {}}'):
+        index.write_text(text)
+        assert names(tmp_path) == []
+
+
+def test_a_folder_that_goes_while_it_is_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2):
+        write(tmp_path / f"iter_{step}" / "sub" / "x")
+    write(tmp_path / "latest_checkpointed_iteration.txt", text="2")
+    listed = Path.rglob
+
+    def rglob(folder: Path, pattern: str) -> object:
+        if folder.name == "iter_1":
+            raise FileNotFoundError(folder)
+        return listed(folder, pattern)
+
+    monkeypatch.setattr(Path, "rglob", rglob)
+    assert names(tmp_path) == ["iter_2"]

@@ -32,7 +32,8 @@ import json, os, sys, time
 from pathlib import Path
 
 keys = dict(argument.partition("=")[::2] for argument in sys.argv[1:])
-content = json.loads((Path(keys["export.model.checkpoint_path"]) / "x").read_text())
+checkpoint = keys["export.model.checkpoint_path"].strip("'").replace(r"\\${", "${")
+content = json.loads((Path(checkpoint) / "x").read_text())
 folder = Path(keys["evaluate.run.results_dir"])
 folder.mkdir(parents=True, exist_ok=True)
 with (folder / "calls").open("a") as calls:
@@ -129,6 +130,17 @@ def test_every_checkpoint_is_judged_and_a_drop_is_no_go(settings: Settings, save
     assert link.resolve().name == "iter_0000040"
     page = (link.parent / "trend.html").read_text()
     assert "lambada&#39;s accuracy dropped by 30 % against the last GO, iter_0000020" in page
+
+
+def test_names_that_are_no_utf_8_are_evaluated(settings: Settings, training: Path) -> None:
+    folder = Path(os.fsdecode(os.fsencode(training) + b"/gpt \xff ${x}--step=10"))
+    (folder / "weights").mkdir(parents=True)
+    (folder / "weights" / "metadata.json").write_text("{}")
+    (folder / "x").write_text(json.dumps({"right": 80}))
+    assert watch(settings(max_checkpoints=1)) == 0
+    entry = trend(settings())["checkpoints"][10]
+    assert entry["name"] == r"gpt \xff ${x}--step=10"
+    assert entry["verdict"] == "GO"
 
 
 def test_the_same_command_again_evaluates_nothing_twice(settings: Settings, save: Save) -> None:

@@ -104,16 +104,19 @@ class AllExchange(TensorExchange[All], ABC):
             del weights
             check_alike(served, fresh)
             copies = ReachableCopies(self._network.device)
+            ends: dict[str, tuple[Tensor, Tensor]] = {}
             for name in served:
                 check()
                 # One after the other: the host has no room for two copies of all.
                 tensors = served[name], fresh.pop(name)
-                if self.values_are_new:
-                    check_finite(name, tensors[1])
+                if self.values_are_new and tensors[1].dtype in DTYPES.values():
+                    smallest, largest = tensors[1].aminmax()
+                    ends[name] = smallest, largest
                 if ".lora_" in name:  # adapters that were added stay as they are
                     stored = len(adapters_of(self._network.config).lora_names)
                     tensors = tensors[0][:stored], tensors[1][:stored]
                 self._pairs += copies.pairs(tensors)
+            check_finite(ends)
 
     @abstractmethod
     def _source(self) -> tuple[FTCheckpoint, Reader]:
@@ -337,10 +340,20 @@ def check_alike(served: Mapping[str, Tensor], fresh: Mapping[str, Tensor]) -> No
     problems.raise_if_any(ConfigError)
 
 
-def check_finite(name: str, tensor: Tensor) -> None:
-    """Raise CheckpointError where a tensor of floating-point numbers has others than finite."""
-    if tensor.dtype in DTYPES.values() and not bool(torch.stack(tensor.aminmax()).isfinite().all()):
-        raise CheckpointError(f"{name} has NaN or infinite values")
+def check_finite(ends: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+    """Raise CheckpointError where a tensor has other values than finite ones.
+
+    ends: name -> the smallest and the largest value of a tensor
+    They are looked at together: for each alone the device, and threads of steps, would be waited
+    for.
+    """
+    for dtype in DTYPES.values():
+        pairs = {name: pair for name, pair in ends.items() if pair[0].dtype == dtype}
+        values = [value for pair in pairs.values() for value in pair]
+        sound = torch.stack(values).isfinite().tolist() if values else []
+        for name, *of_ends in zip(pairs, sound[::2], sound[1::2], strict=True):
+            if not all(of_ends):
+                raise CheckpointError(f"{name} has NaN or infinite values")
 
 
 @torch.inference_mode()
