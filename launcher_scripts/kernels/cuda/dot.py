@@ -44,7 +44,7 @@ from launcher_scripts.kernels.cuda.elementwise import (
     scales_of,
 )
 from launcher_scripts.kernels.cuda.lora import add_deltas, lora_arguments, prefetch_up
-from launcher_scripts.kernels.cuda.packed import add_packed, packed_block, scales_at
+from launcher_scripts.kernels.cuda.packed import add_packed, packed_tile, scales_at
 from launcher_scripts.kernels.operands import Hidden, Linear
 
 INT8_BASE = tl.constexpr(256)  # of the high bytes, where the low ones have 1
@@ -295,7 +295,7 @@ def dot_rows(
     if packed:
         at = scales_at(scales, gate_scales, line_rows, lines < span, IN, GATED)
         value = add_packed(
-            inputs, valid, starts, at, local, first, last, even, ROWS, BLOCK, BATCH, USE_PDL
+            inputs, valid, starts, at, local, first, share, even, ROWS, BLOCK, BATCH, USE_PDL
         )
     elif x.dtype.element_ty.primitive_bitwidth == 8:
         value = dot_hi_lo(x, steps, starts, local, first, last, count, IN, even, ROWS, BLOCK, BATCH)
@@ -333,6 +333,11 @@ def fits(x: Tensor) -> bool:
     return 1 < x.shape[0] <= MAX_ROWS and x.dtype != torch.float32
 
 
+def _tile_of(linear: Linear, kind: str) -> DotTile:
+    tile = dot_tile(kind, linear.weight.shape[0], linear.in_size, linear.quantization)
+    return packed_tile(tile, linear.in_size) if linear.quantization in FOUR_BITS else tile
+
+
 def dot_product(
     x: Tensor,
     linear: Linear,
@@ -343,8 +348,7 @@ def dot_product(
 ) -> Tensor:
     """act(linear(x)), times gate(x) where there is one: [N, out]; norms are not looked at."""
     out = x.new_empty(x.shape[0], linear.weight.shape[0])
-    shape = (linear.weight.shape[0], linear.in_size)
-    tile = dot_tile(kind, *shape, linear.quantization)._replace(splits=1)
+    tile = _tile_of(linear, kind)._replace(splits=1)
     _launch(x, linear, tile, linear.weight.shape[0], out=out, gate=gate, activation=activation)
     return out
 
@@ -354,8 +358,7 @@ def dot_parts(x: Tensor, linear: Linear, kind: str) -> Tensor:
 
     One part has the type of x, several have float32.
     """
-    out_size, in_size = linear.weight.shape[0], linear.in_size
-    tile = dot_tile(kind, out_size, in_size, linear.quantization)
+    out_size, tile = linear.weight.shape[0], _tile_of(linear, kind)
     dtype = x.dtype if tile.splits == 1 else torch.float32
     parts = x.new_empty(tile.splits, x.shape[0], out_size, dtype=dtype)
     _launch(x, linear, tile, out_size, out=parts)
@@ -364,8 +367,7 @@ def dot_parts(x: Tensor, linear: Linear, kind: str) -> Tensor:
 
 def dot_summands(x: Tensor, linear: Linear, kind: str = "add") -> Tensor:
     """linear(x) without its bias, in parts to be summed: float32 [P, N, out]."""
-    out_size, in_size = linear.weight.shape[0], linear.in_size
-    tile = dot_tile(kind, out_size, in_size, linear.quantization)
+    out_size, tile = linear.weight.shape[0], _tile_of(linear, kind)
     parts = torch.empty(tile.splits, x.shape[0], out_size, device=x.device)
     _launch(x, replace(linear, bias=None), tile, out_size, out=parts)
     return parts
@@ -375,7 +377,7 @@ def dot_largest(
     x: Hidden, head: Linear, held: int, keep: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
     """reference.largest for a few rows."""
-    tile = dot_tile("largest", *head.weight.shape, head.quantization)._replace(splits=1)
+    tile = _tile_of(head, "largest")._replace(splits=1)
     count, parts = x.operand.shape[0], triton.cdiv(held, tile.rows)
     maxima = torch.empty(count, parts, device=x.operand.device)
     indices = torch.empty(count, parts, dtype=torch.int32, device=x.operand.device)
@@ -400,7 +402,6 @@ def _launch(
     gate_bias = None if gate is None else gate.bias
     batch = max(MIN_BATCH, triton.next_power_of_2(x.shape[0]))
     if linear.quantization in FOUR_BITS:
-        tile = tile._replace(block=packed_block(linear.in_size, tile.block), prefetch=0)
         tile = tile._replace(warps=2 * tile.warps if batch > 32 else tile.warps)  # for sums
     tile = tile.fitting(batch, linear.weight.element_size(), traits_of(x.device).shared_bytes)
     tile_rows = tile.rows if gate is None else tile.rows // 2

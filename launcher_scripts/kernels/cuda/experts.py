@@ -30,7 +30,7 @@ from launcher_scripts.kernels.cuda.elementwise import (
     activate_gated,
     scales_of,
 )
-from launcher_scripts.kernels.cuda.packed import add_packed, packed_block, scales_at
+from launcher_scripts.kernels.cuda.packed import add_packed, packed_tile, scales_at
 from launcher_scripts.kernels.operands import ExpertMLPs, Linear, Router
 
 MAX_TOKENS = 8192  # whose results lie side by side before they are summed
@@ -351,7 +351,7 @@ def _launch(
         tile = LONE_TILE
     inputs_width, width = x.element_size(), linear.weight.element_size()
     if packed:
-        tile = tile._replace(block=packed_block(in_size, tile.block))
+        tile = packed_tile(tile, in_size)
     else:
         tile = tile._replace(block=tile.block * 2 // inputs_width)
     tile = tile.fitting(blocks.size * inputs_width // 2, width, traits_of(x.device).shared_bytes)

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from launcher_scripts.kernels import four_bits
-from launcher_scripts.kernels.cuda.compiling import launcher
+from launcher_scripts.kernels.cuda.compiling import DotTile, launcher
 from launcher_scripts.kernels.operands import Linear
 
 GROUP = tl.constexpr(four_bits.GROUP)
@@ -197,40 +197,51 @@ def add_packed(
     scales,
     local,
     first,
-    last,
+    COLUMNS: tl.constexpr,
     EVEN: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     BATCH: tl.constexpr,
-    PACKED: tl.constexpr,
+    PTX: tl.constexpr,
 ):
     """dot.add_pieces of a weight of four bits; its scales are applied.
 
     starts, scales, local: [ROWS, 1], where the weight's rows and their scales start, and which
         there are
-    first, last: whole BLOCKs, which are whole PERIODs
+    first, COLUMNS: where and how many columns are summed, which are whole BLOCKs, as these are
+        whole PERIODs. Where the compiler does not know how many, it has each of the products with
+        weights from registers wait for the one before it.
     """
     e2m1: tl.constexpr = scales.dtype.element_ty == tl.int16
     kind: tl.constexpr = inputs.dtype.element_ty
-    columns = tl.arange(0, QUARTER)
     product = tl.zeros([ROWS, BATCH], tl.float32)
-    weights = starts.to(tl.pointer_type(tl.int16)) + columns[None, :]
-    offsets = inputs + columns[:, None]
-    for column in tl.range(first, last, BLOCK):
+    weights = starts.to(tl.pointer_type(tl.int16)) + tl.arange(0, QUARTER)[None, :]
+    offsets = inputs + tl.arange(0, PERIOD)[:, None]
+    for step in tl.range(0, COLUMNS, BLOCK):
         for part in tl.static_range(0, BLOCK, PERIOD):
-            at = column + part
+            at = first + step + part
             if EVEN:
                 tile = tl.load(weights + at // 4, eviction_policy="evict_first")
             else:
                 tile = tl.load(weights + at // 4, local, 0, eviction_policy="evict_first")
-            terms = _load_terms(scales, at // GROUP, local, kind, PACKED)
-            for lane in tl.static_range(4):
-                x = tl.load(offsets + at + lane * QUARTER, mask=valid, other=0.0)
-                quarter = _quarter(tile, terms, kind, lane, e2m1, PACKED)
-                product = tl.dot(quarter, x, product, input_precision="ieee")
-    if PACKED and kind == tl.bfloat16 and e2m1:
+            terms = _load_terms(scales, at // GROUP, local, kind, PTX)
+            x = tl.load(offsets + at, mask=valid, other=0.0)
+            period = _period(tile, terms, kind, e2m1, PTX)
+            product = tl.dot(period, x, product, input_precision="ieee")
+    if PTX and kind == tl.bfloat16 and e2m1:
         product *= E2M1_UNIT
     return product
+
+
+@triton.jit
+def _period(halves, terms, kind: tl.constexpr, E2M1: tl.constexpr, PTX: tl.constexpr):
+    """The weights [ROWS, PERIOD] of halves, each row's in their order; see _quarter."""
+    first = _quarter(halves, terms, kind, 0, E2M1, PTX)
+    second = _quarter(halves, terms, kind, 1, E2M1, PTX)
+    third = _quarter(halves, terms, kind, 2, E2M1, PTX)
+    fourth = _quarter(halves, terms, kind, 3, E2M1, PTX)
+    lanes = tl.join(tl.join(first, third), tl.join(second, fourth))
+    return tl.reshape(tl.permute(lanes, [0, 2, 3, 1]), [halves.shape[0], PERIOD])
 
 
 @triton.jit
@@ -484,8 +495,14 @@ def unpacked_weight(linear: Linear) -> Tensor:
     return out
 
 
-def packed_block(in_size: int, block: int) -> int:
-    """Columns of a piece: the most up to `block` that are whole periods and divide the inputs."""
+def packed_tile(tile: DotTile, in_size: int) -> DotTile:
+    """The tile with as many columns and splits, up to its own, as divide the inputs, which are
+    whole periods."""
     periods = in_size // four_bits.PERIOD
-    divisors = (n for n in range(block // four_bits.PERIOD, 1, -1) if periods % n == 0)
-    return next(divisors, 1) * four_bits.PERIOD
+    at_once = _divisor(periods, tile.block // four_bits.PERIOD)
+    splits = _divisor(periods // at_once, tile.splits)
+    return tile._replace(block=at_once * four_bits.PERIOD, splits=splits, prefetch=0)
+
+
+def _divisor(number: int, largest: int) -> int:
+    return next((n for n in range(largest, 1, -1) if number % n == 0), 1)
