@@ -46,12 +46,17 @@ def compile_kernel(
     kernel, pointers: dict[str, str], numbers: dict[str, str], constants, **options: int
 ) -> str:
     """The kernel's PTX; raises what the compiler finds wrong."""
+    return code_of(kernel, pointers, numbers, constants, **options)["ptx"]
+
+
+def code_of(kernel, pointers, numbers, constants, **options: int) -> dict[str, str]:
+    """The kernel in every form it has on its way."""
     signature = {name: f"*{kind}" for name, kind in pointers.items()} | numbers
     signature |= dict.fromkeys(constants, "constexpr")
     ordered = {name: signature[name] for name in kernel.arg_names}
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     source = ASTSource(fn=kernel, signature=ordered, constexprs=places)
-    return triton.compile(source, target=HOPPER, options=options).asm["ptx"]
+    return triton.compile(source, target=HOPPER, options=options).asm
 
 
 BYTES = ("i8", "fp8e4nv")
@@ -183,6 +188,35 @@ def test_dot_rows(dtype, held, splits):
     }
     ptx = compile_kernel(dot.dot_rows, pointers, {"count": "i32"}, constants)
     assert "prefetch.global.L2" in ptx.partition("griddepcontrol.wait")[0]
+
+
+@pytest.mark.parametrize(("splits", "scales"), [(1, "bf16"), (4, "i16")])
+def test_packed_dot_rows(splits, scales):
+    """Products do not wait for one another, but for those that need their registers."""
+    pointers = dict.fromkeys(("weight", "gate_weight"), "u8") | NO_LORA
+    pointers |= dict.fromkeys(("scales", "gate_scales"), scales) | {"out": "fp32", "places": "i32"}
+    constants = {
+        "OUT": 512,
+        "IN": 4096,
+        "OFFSET": True,
+        "ACTIVATION": 4,
+        "GATED": splits == 1,
+        "LARGEST": False,
+        "SPLITS": splits,
+        "PREFETCH": 0,
+        "LORA": None,
+        "USE_PDL": True,
+        "ROWS": 128,
+        "BLOCK": 256,
+        "BATCH": 32,
+    }
+    known = {*pointers, "count", *constants}
+    pointers |= {name: "bf16" for name in dot.dot_rows.arg_names if name not in known}
+    numbers = {"count": "i32"}
+    code = code_of(dot.dot_rows, pointers, numbers, constants, num_warps=8, num_stages=3)
+    products, waits = (code["sass"].count(name) for name in ("HGMMA", "WARPGROUP.DEPBAR"))
+    assert products == 4 * waits > 0
+    assert "st.local" not in code["ptx"]
 
 
 @pytest.mark.parametrize("ranks", [0, 2])

@@ -295,7 +295,7 @@ def dot_rows(
     if packed:
         at = scales_at(scales, gate_scales, line_rows, lines < span, IN, GATED)
         value = add_packed(
-            inputs, valid, starts, at, local, first, share, even, ROWS, BLOCK, BATCH, USE_PDL
+            inputs, valid, starts, at, local, first, share, IN, even, ROWS, BLOCK, BATCH, USE_PDL
         )
     elif x.dtype.element_ty.primitive_bitwidth == 8:
         value = dot_hi_lo(x, steps, starts, local, first, last, count, IN, even, ROWS, BLOCK, BATCH)

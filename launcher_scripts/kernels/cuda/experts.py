@@ -253,9 +253,10 @@ def expert_rows(
     inputs = x + tl.where(present, read, 0)[None, :] * IN
     valid = present[None, :]
     if packed:
+        columns: tl.constexpr = (IN + BLOCK - 1) // BLOCK * BLOCK
         at = scales_at(scales, gate_scales, line_rows, lines < tile_rows, IN, GATED)
         value = add_packed(
-            inputs, valid, starts, at, local, 0, IN, even, ROWS, BLOCK, BATCH, USE_PDL
+            inputs, valid, starts, at, local, 0, columns, IN, even, ROWS, BLOCK, BATCH, USE_PDL
         )
     else:
         value = add_pieces(inputs, valid, starts, local, 0, IN, IN, even, ROWS, BLOCK, BATCH)

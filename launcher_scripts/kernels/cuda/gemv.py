@@ -42,7 +42,7 @@ from launcher_scripts.kernels.cuda.norm import (
     parts_of,
     prescale,
 )
-from launcher_scripts.kernels.cuda.packed import PER_LONG, load_longs, multiply_packed
+from launcher_scripts.kernels.cuda.packed_row import PER_LONG, load_longs, multiply_packed
 from launcher_scripts.kernels.operands import Hidden, Linear, Norm
 
 RAISED = tl.constexpr(2.0**80)  # times x: its products with steps of 2^-149 are normal numbers
@@ -79,11 +79,12 @@ def begin(
     IN: tl.constexpr,
     EVEN: tl.constexpr,
     BLOCK: tl.constexpr,
+    PTX: tl.constexpr,
 ):
     """Return the arguments of `multiply` for a weight: its address and that of its scales, some of
     its rows, and their first tile [ROWS, BLOCK]. EVEN: all rows are of the weight."""
     if weight.dtype.element_ty == tl.uint8:
-        tile = load_longs(weight, rows, 0, OUT, IN, BLOCK // PER_LONG)
+        tile = load_longs(weight, scales, rows, 0, OUT, IN, BLOCK // PER_LONG, PTX)
     else:
         columns = tl.arange(0, BLOCK)[None, :]
         base = row_offsets(rows, columns, IN)
@@ -283,10 +284,10 @@ def gemv(
         gdc_launch_dependents()
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     even: tl.constexpr = OUT % ROWS == 0
-    started = begin(weight, scales, rows, OUT, IN, even, BLOCK)
+    started = begin(weight, scales, rows, OUT, IN, even, BLOCK, USE_PDL)
     gate_started = started
     if GATED:
-        gate_started = begin(gate_weight, gate_scales, rows, OUT, IN, even, BLOCK)
+        gate_started = begin(gate_weight, gate_scales, rows, OUT, IN, even, BLOCK, USE_PDL)
     row_scale = scales_of(scales, weight, rows, OUT)
     gate_scale = scales_of(gate_scales, gate_weight, rows, OUT)
     offset = vector(offsets, rows, OUT, OFFSET)
@@ -347,7 +348,7 @@ def gemv_largest(
         gdc_launch_dependents()
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     even: tl.constexpr = OUT % ROWS == 0
-    started = begin(weight, scales, rows, OUT, IN, even, BLOCK)
+    started = begin(weight, scales, rows, OUT, IN, even, BLOCK, USE_PDL)
     row_scale = scales_of(scales, weight, rows, OUT)
     offset = vector(offsets, rows, OUT, OFFSET)
     row_sums = vector(sums, rows, OUT, NORM == 1)

@@ -18,7 +18,14 @@ from launcher_scripts.common.quantization import FOUR_BITS
 from launcher_scripts.kernels.cuda.compiling import launcher, traits_of
 from launcher_scripts.kernels.cuda.dot import MAX_ROWS
 from launcher_scripts.kernels.cuda.elementwise import E4M3_MAX
-from launcher_scripts.kernels.cuda.packed import unpacked_weight
+from launcher_scripts.kernels.cuda.packed import (
+    GROUP,
+    PERIOD,
+    QUARTER,
+    load_pairs,
+    quarter,
+    terms_of,
+)
 from launcher_scripts.kernels.operands import Linear
 from launcher_scripts.kernels.reference import ACTIVATIONS, added_lora
 
@@ -36,6 +43,21 @@ def widen(weight, scale, out, size, BLOCK: tl.constexpr):
     values = tl.load(weight + row * size + columns, mask=mask, other=0.0).to(tl.float32)
     values *= tl.load(scale + row)
     tl.store(out + row * size + columns, values.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def unpack(weight, scales, out, IN: tl.constexpr, ROWS: tl.constexpr):
+    """One program: GROUP bytes of ROWS rows of a weight in the type of `out` [rows, IN]."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
+    column, columns = tl.program_id(1) * PERIOD, tl.arange(0, QUARTER)[None, :]
+    e2m1: tl.constexpr = scales.dtype.element_ty == tl.int16
+    halves = weight.to(tl.pointer_type(tl.int16)) + (rows * IN + column) // 4 + columns
+    tile = tl.load(halves)
+    pairs = load_pairs(scales + rows * (IN // GROUP), column // GROUP, rows >= 0)
+    terms = terms_of(pairs, scales.dtype.element_ty)
+    for lane in tl.static_range(4):
+        weights = quarter(tile, terms, out.dtype.element_ty, lane, e2m1, False)
+        tl.store(out + rows * IN + column + lane * QUARTER + columns, weights)
 
 
 @triton.jit
@@ -137,3 +159,14 @@ def dense(linear: Linear) -> Linear:
         linear.weight, linear.scale, weight, size, BLOCK=block, num_warps=4
     )
     return Linear(weight, linear.bias, linear.norm)
+
+
+def unpacked_weight(linear: Linear) -> Tensor:
+    """A weight of four bits in the compute type."""
+    rows, size = linear.weight.shape[0], linear.in_size
+    out = torch.empty(rows, size, dtype=linear.dtype, device=linear.weight.device)
+    at_once = next(count for count in (64, 16, 4, 2, 1) if rows % count == 0)
+    launcher(unpack, (rows // at_once, size // PERIOD.value))(
+        linear.weight, linear.scale, out, IN=size, ROWS=at_once, num_warps=2
+    )
+    return out

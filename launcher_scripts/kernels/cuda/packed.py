@@ -11,33 +11,21 @@ int4:  bfloat16 of 128 to 143 has the code as its last bits. One row's products 
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from launcher_scripts.kernels import four_bits
-from launcher_scripts.kernels.cuda.compiling import DotTile, launcher
-from launcher_scripts.kernels.operands import Linear
+from launcher_scripts.kernels.cuda.compiling import DotTile
 
 GROUP = tl.constexpr(four_bits.GROUP)
 PERIOD = tl.constexpr(four_bits.PERIOD)
 ZERO_POINT = tl.constexpr(four_bits.ZERO_POINT)
 RAISED_SCALE = four_bits.RAISED  # of e2m1: 2^126 times the number and the scale may not fit
 E2M1_UNIT = tl.constexpr(2.0 ** (126 - RAISED_SCALE))  # what is missing then
-RAISED = tl.constexpr(2.0**80)  # times x: its products with the smallest numbers are normal
-E2M1_LOWERED = tl.constexpr(2.0 ** (126 - RAISED_SCALE - 80))
-HALVES_PER_LONG = tl.constexpr(4)
-PER_LONG = tl.constexpr(16)
-PER_LOAD = tl.constexpr(2)  # longs a thread holds side by side: 16 bytes
 QUARTER = tl.constexpr(four_bits.QUARTER)
+PERIODS = tl.constexpr(4)
+LINE = tl.constexpr(4 * four_bits.PERIOD)  # columns that 128 bytes have
 SIGNED = tl.constexpr(-0x7E400000)  # where float32 has e2m1's sign, exponent and mantissa
-BYTES = tl.constexpr(0x0F0F0F0F)
-# Integers of x that are less than 2^14; the bits of 1.5 * 2^23 plus an integer have it as the last.
-X_BITS = tl.constexpr(13)
-MAGIC = tl.constexpr(12582912.0)
-MAGIC_BITS = tl.constexpr(0x4B400000)
-MIN_X = tl.constexpr(2.0**-100)
 
 # The codes at one lane of two halves as a pair of numbers, less an offset, times a factor.
 _INT4 = "lop3.b32 $0, $0, 0x000f000f, 0x43004300, 0xea;\nsub.rn.bf16x2 $0, $0, $3;"
@@ -58,40 +46,49 @@ E2M1_4 = tl.constexpr(
 
 
 @triton.jit
-def load_scales(scales, groups, mask):
-    """float32 scales of even groups and of those after them, and the zero points of both."""
-    if scales.dtype.element_ty == tl.int32:
-        pair = tl.load(scales.to(tl.pointer_type(tl.int64)) + groups // 2, mask=mask, other=0)
-        first, second = pair.to(tl.int32), (pair >> 32).to(tl.int32)
-        low = (first & -16).to(tl.float32, bitcast=True)
-        high = (second & -16).to(tl.float32, bitcast=True)
-        low_zero, high_zero = (first & 15).to(tl.float32), (second & 15).to(tl.float32)
+def load_pairs(scales, groups, mask):
+    """The bits of the scales of even groups, with those of the groups after them above them."""
+    if scales.dtype.element_ty.primitive_bitwidth == 32:
+        pointers = scales.to(tl.pointer_type(tl.int64))
     else:
-        if scales.dtype.element_ty != tl.float16 and scales.dtype.element_ty != tl.float32:
-            pair = tl.load(scales.to(tl.pointer_type(tl.int32)) + groups // 2, mask=mask, other=0)
-            low = (pair << 16).to(tl.float32, bitcast=True)
-            high = (pair & -65536).to(tl.float32, bitcast=True)
-        else:
-            low = tl.load(scales + groups, mask=mask, other=0.0).to(tl.float32)
-            high = tl.load(scales + groups + 1, mask=mask, other=0.0).to(tl.float32)
-        low_zero = tl.full(low.shape, ZERO_POINT, tl.float32)
-        high_zero = low_zero
+        pointers = scales.to(tl.pointer_type(tl.int32))
+    return tl.load(pointers + groups // 2, mask=mask, other=0)
+
+
+@triton.jit
+def terms_of(pairs, kind: tl.constexpr):
+    """float32 scales of even groups and of those after them, and the zero points of both.
+
+    kind: the type of scales
+    """
+    if kind.primitive_bitwidth == 32:
+        first, second = pairs.to(tl.int32), (pairs >> 32).to(tl.int32)
+    else:
+        first, second = pairs << 16, pairs & -65536
+    low_zero = tl.full(pairs.shape, ZERO_POINT, tl.float32)
+    high_zero = low_zero
+    if kind == tl.int32:
+        low_zero, high_zero = (first & 15).to(tl.float32), (second & 15).to(tl.float32)
+        first, second = first & -16, second & -16
+    if kind == tl.float16:
+        low = pairs.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        high = (pairs >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        low, high = first.to(tl.float32, bitcast=True), second.to(tl.float32, bitcast=True)
     return low, high, low_zero, high_zero
 
 
 @triton.jit
-def _load_factors(scales, groups, mask):
-    """As load_scales, in bfloat16, what PTX multiplies numbers by and what it takes off before."""
-    offset = tl.full(mask.shape, 128.0 + ZERO_POINT, tl.bfloat16)
+def _factors_of(pairs, kind: tl.constexpr):
+    """As terms_of, in bfloat16, what PTX multiplies numbers by and what it takes off before."""
+    offset = tl.full(pairs.shape, 128.0 + ZERO_POINT, tl.bfloat16)
     other_offset = offset
-    if scales.dtype.element_ty == tl.int32:
-        pair = tl.load(scales.to(tl.pointer_type(tl.int64)) + groups // 2, mask=mask, other=0)
-        first, second = pair.to(tl.int32), (pair >> 32).to(tl.int32)
+    if kind == tl.int32:
+        first, second = pairs.to(tl.int32), (pairs >> 32).to(tl.int32)
         low, high = _bfloat16(first >> 16), _bfloat16(second >> 16)
         offset, other_offset = _bfloat16(first & 15 | 0x4300), _bfloat16(second & 15 | 0x4300)
     else:
-        pair = tl.load(scales.to(tl.pointer_type(tl.int32)) + groups // 2, mask=mask, other=0)
-        low, high = _bfloat16(pair), _bfloat16(pair >> 16)
+        low, high = _bfloat16(pairs), _bfloat16(pairs >> 16)
     return low, high, offset, other_offset
 
 
@@ -128,7 +125,7 @@ def _moved(bits, COUNT: tl.constexpr):
 
 
 @triton.jit
-def _small(word, LANE: tl.constexpr, UPPER: tl.constexpr, E2M1: tl.constexpr):
+def small(word, LANE: tl.constexpr, UPPER: tl.constexpr, E2M1: tl.constexpr):
     """The number at a lane of the lower or upper half of words, in float32: int4's code; e2m1 is
     2^126 too small."""
     up: tl.constexpr = 0 if UPPER else 16
@@ -146,12 +143,12 @@ def _small(word, LANE: tl.constexpr, UPPER: tl.constexpr, E2M1: tl.constexpr):
 
 
 @triton.jit
-def _quarter(
+def quarter(
     halves, terms, kind: tl.constexpr, LANE: tl.constexpr, E2M1: tl.constexpr, PTX: tl.constexpr
 ):
     """The weights at one lane of halves in a type; e2m1's in bfloat16 by PTX lack E2M1_UNIT.
 
-    terms: of load_scales, or _load_factors for bfloat16 with PTX
+    terms: of terms_of, or _factors_of for bfloat16 with PTX
     """
     factor, offset = terms[LANE // 2], terms[2 + LANE // 2]
     if PTX and kind == tl.bfloat16:
@@ -162,21 +159,12 @@ def _quarter(
             number = _widened(halves, unit, tl.full(factor.shape, 128.0, tl.bfloat16), LANE, E2M1)
             number = number.to(tl.float32)
         else:
-            number = _small(halves.to(tl.int32), LANE, False, E2M1)
+            number = small(halves.to(tl.int32), LANE, False, E2M1)
             number *= E2M1_UNIT if E2M1 else 1.0
         if not E2M1:
             number -= offset
         number = (number * factor).to(kind)
     return number
-
-
-@triton.jit
-def _load_terms(scales, groups, mask, kind: tl.constexpr, PTX: tl.constexpr):
-    if PTX and kind == tl.bfloat16:
-        low, high, offset, other_offset = _load_factors(scales, groups, mask)
-    else:
-        low, high, offset, other_offset = load_scales(scales, groups, mask)
-    return low, high, offset, other_offset
 
 
 @triton.jit
@@ -198,6 +186,7 @@ def add_packed(
     local,
     first,
     COLUMNS: tl.constexpr,
+    IN: tl.constexpr,
     EVEN: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -209,299 +198,68 @@ def add_packed(
     starts, scales, local: [ROWS, 1], where the weight's rows and their scales start, and which
         there are
     first, COLUMNS: where and how many columns are summed, which are whole BLOCKs, as these are
-        whole PERIODs. Where the compiler does not know how many, it has each of the products with
+        whole LINEs. Where the compiler does not know how many, it has each of the products with
         weights from registers wait for the one before it.
+    EVEN: all rows are of the weight, and all columns
     """
-    e2m1: tl.constexpr = scales.dtype.element_ty == tl.int16
     kind: tl.constexpr = inputs.dtype.element_ty
     product = tl.zeros([ROWS, BATCH], tl.float32)
-    weights = starts.to(tl.pointer_type(tl.int16)) + tl.arange(0, QUARTER)[None, :]
-    offsets = inputs + tl.arange(0, PERIOD)[:, None]
+    halves = tl.arange(0, LINE // 4)[None, :]
+    pairs = tl.arange(0, PERIODS)[None, :]
+    columns = tl.arange(0, PERIOD)[:, None]
+    weights = starts.to(tl.pointer_type(tl.int16)) + halves
     for step in tl.range(0, COLUMNS, BLOCK):
-        for part in tl.static_range(0, BLOCK, PERIOD):
+        for part in tl.static_range(0, BLOCK, LINE):
             at = first + step + part
             if EVEN:
                 tile = tl.load(weights + at // 4, eviction_policy="evict_first")
             else:
-                tile = tl.load(weights + at // 4, local, 0, eviction_policy="evict_first")
-            terms = _load_terms(scales, at // GROUP, local, kind, PTX)
-            x = tl.load(offsets + at, mask=valid, other=0.0)
-            period = _period(tile, terms, kind, e2m1, PTX)
-            product = tl.dot(period, x, product, input_precision="ieee")
-    if PTX and kind == tl.bfloat16 and e2m1:
+                mask = local & (at // 4 + halves < IN // 4)
+                tile = tl.load(weights + at // 4, mask, 0, eviction_policy="evict_first")
+            mask = local & (at // PERIOD + pairs < IN // PERIOD)
+            terms = _fourths(load_pairs(scales, at // GROUP + 2 * pairs, mask), ROWS, 1)
+            tiles = _fourths(tile, ROWS, QUARTER)
+            for period in tl.static_range(PERIODS):
+                column = at + period * PERIOD + columns
+                x = tl.load(inputs + column, mask=valid & (column < IN), other=0.0)
+                values = _period(tiles[period], terms[period], scales, kind, PTX)
+                product = tl.dot(values, x, product, input_precision="ieee")
+    if PTX and kind == tl.bfloat16 and scales.dtype.element_ty == tl.int16:
         product *= E2M1_UNIT
     return product
 
 
 @triton.jit
-def _period(halves, terms, kind: tl.constexpr, E2M1: tl.constexpr, PTX: tl.constexpr):
-    """The weights [ROWS, PERIOD] of halves, each row's in their order; see _quarter."""
-    first = _quarter(halves, terms, kind, 0, E2M1, PTX)
-    second = _quarter(halves, terms, kind, 1, E2M1, PTX)
-    third = _quarter(halves, terms, kind, 2, E2M1, PTX)
-    fourth = _quarter(halves, terms, kind, 3, E2M1, PTX)
+def _fourths(values, ROWS: tl.constexpr, SIZE: tl.constexpr):
+    """[ROWS, 4 * SIZE] as four [ROWS, SIZE], which lie as a thread holds them."""
+    parts = tl.permute(tl.reshape(values, [ROWS, 2, 2, SIZE]), [0, 3, 1, 2])
+    even, odd = tl.split(parts)
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first, second, third, fourth
+
+
+@triton.jit
+def _period(halves, pairs, scales, kind: tl.constexpr, PTX: tl.constexpr):
+    """The weights [ROWS, PERIOD] of halves, each row's in their order; see quarter."""
+    scale: tl.constexpr = scales.dtype.element_ty
+    e2m1: tl.constexpr = scale == tl.int16
+    in_bfloat16: tl.constexpr = PTX and kind == tl.bfloat16
+    terms = _factors_of(pairs, scale) if in_bfloat16 else terms_of(pairs, scale)
+    first = quarter(halves, terms, kind, 0, e2m1, PTX)
+    second = quarter(halves, terms, kind, 1, e2m1, PTX)
+    third = quarter(halves, terms, kind, 2, e2m1, PTX)
+    fourth = quarter(halves, terms, kind, 3, e2m1, PTX)
     lanes = tl.join(tl.join(first, third), tl.join(second, fourth))
     return tl.reshape(tl.permute(lanes, [0, 2, 3, 1]), [halves.shape[0], PERIOD])
 
 
-@triton.jit
-def load_longs(weight, rows, first, OUT: tl.constexpr, IN: tl.constexpr, LONGS: tl.constexpr):
-    """int64 [ROWS, LONGS], those from `first` on of the rows of a weight; zeros outside."""
-    longs = first + tl.arange(0, LONGS)[None, :]
-    mask = (rows < OUT)[:, None] & (longs < IN // PER_LONG)
-    at = weight.to(tl.pointer_type(tl.int64)) + rows[:, None].to(tl.int64) * (IN // PER_LONG)
-    at = tl.max_contiguous(at + longs, [1, PER_LOAD])
-    return tl.load(at, mask=mask, other=0, eviction_policy="evict_first")
-
-
-@triton.jit
-def _quads(x, first, mask):
-    """Four neighbouring numbers of x from each of `first` on, in float32."""
-    if x.dtype.element_ty == tl.float32:
-        one = tl.load(x + first, mask=mask, other=0.0)
-        two = tl.load(x + first + 1, mask=mask, other=0.0)
-        three = tl.load(x + first + 2, mask=mask, other=0.0)
-        four = tl.load(x + first + 3, mask=mask, other=0.0)
-    else:
-        at = tl.max_contiguous(tl.multiple_of(first // 4, [1, PER_LOAD]), [1, PER_LOAD])
-        quad = tl.load(x.to(tl.pointer_type(tl.int64)) + at, mask=mask, other=0)
-        low, high = quad.to(tl.int32), (quad >> 32).to(tl.int32)
-        if x.dtype.element_ty == tl.bfloat16:
-            one = (low << 16).to(tl.float32, bitcast=True)
-            two = (low & -65536).to(tl.float32, bitcast=True)
-            three = (high << 16).to(tl.float32, bitcast=True)
-            four = (high & -65536).to(tl.float32, bitcast=True)
-        else:
-            one = low.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-            two = (low >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-            three = high.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-            four = (high >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    return one, two, three, four
-
-
-@triton.jit
-def _max_abs(quad):
-    one, two, three, four = quad
-    return tl.maximum(tl.maximum(tl.abs(one), tl.abs(two)), tl.maximum(tl.abs(three), tl.abs(four)))
-
-
-@triton.jit
-def _permuted(bytes, others, SELECTED: tl.constexpr):
-    return tl.inline_asm_elementwise(
-        "prmt.b32 $0, $1, $2, " + SELECTED + ";",
-        "=r,r,r",
-        [bytes, others],
-        dtype=tl.int32,
-        is_pure=True,
-        pack=1,
-    )
-
-
-@triton.jit
-def _add_bytes(total, codes, bytes, SIGN: tl.constexpr):
-    """total plus products of four bytes without a sign with others, which have one if SIGN is s."""
-    return tl.inline_asm_elementwise(
-        "dp4a.u32." + SIGN + "32 $0, $1, $2, $3;",
-        "=r,r,r,r",
-        [codes, bytes, total],
-        dtype=tl.int32,
-        is_pure=True,
-        pack=1,
-    )
-
-
-@triton.jit
-def _split(one, two, three, four, inverse):
-    """The high and the low bytes of four numbers as integers of 16 bits, each four in a word."""
-    first = _permuted(_integer(one, inverse), _integer(two, inverse), "0x5140")
-    second = _permuted(_integer(three, inverse), _integer(four, inverse), "0x5140")
-    return _permuted(first, second, "0x7632"), _permuted(first, second, "0x5410")
-
-
-@triton.jit
-def _integer(number, inverse):
-    return (number * inverse + MAGIC).to(tl.int32, bitcast=True)
-
-
-@triton.jit
-def _sum_of_bytes(codes, other_codes, bytes):
-    """The integer of codes times x, as the bits of a float32 that is MAGIC too large."""
-    high, low, other_high, other_low = bytes
-    total = _add_bytes(tl.zeros(codes.shape, tl.int32), codes, high, "s")
-    total = _add_bytes(total, other_codes, other_high, "s") * 256 + MAGIC_BITS
-    total = _add_bytes(total, codes, low, "u")
-    return _add_bytes(total, other_codes, other_low, "u").to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _in_bytes(quad, other):
-    """Two quads, which are QUARTER apart, as _sum_of_bytes takes them, the step of their integers,
-    and their sum."""
-    one, two, three, four = quad
-    first, second, third, fourth = other
-    max_abs = tl.maximum(tl.maximum(_max_abs(quad), _max_abs(other)), MIN_X)
-    exponent = max_abs.to(tl.int32, bitcast=True) & 0x7F800000
-    inverse = (127 << 23) - exponent + ((127 + X_BITS) << 23)
-    inverse = inverse.to(tl.float32, bitcast=True)
-    step = (exponent - (X_BITS << 23)).to(tl.float32, bitcast=True)
-    high, low = _split(one, first, two, second, inverse)
-    other_high, other_low = _split(three, third, four, fourth, inverse)
-    bytes = high, low, other_high, other_low
-    ones = tl.full(high.shape, 0x01010101, tl.int32)
-    return bytes, step, _sum_of_bytes(ones, ones, bytes) - MAGIC
-
-
-@triton.jit
-def _of_pairs(values):
-    """Sums of the longs that a thread holds side by side."""
-    ROWS: tl.constexpr = values.shape[0]
-    PAIRS: tl.constexpr = values.shape[1] // PER_LOAD
-    return tl.sum(tl.reshape(values, [ROWS, PAIRS, PER_LOAD]), 2)
-
-
-@triton.jit
-def _group(long, x, HIGH: tl.constexpr, BY_BYTES: tl.constexpr, E2M1: tl.constexpr):
-    """Products of the low or of the high group of longs, which miss scales and zero points, and
-    what is to be multiplied by these: [ROWS, LONGS] and [1, LONGS]."""
-    word, upper = long.to(tl.int32), (long >> 32).to(tl.int32)
-    if BY_BYTES:
-        bytes, step, total = x[HIGH]
-        low, high = (word >> (4 * HIGH)) & BYTES, (upper >> (4 * HIGH)) & BYTES
-        product = (_sum_of_bytes(low, high, bytes) - MAGIC) * step
-        total *= step
-    else:
-        product = tl.zeros(long.shape, tl.float32)
-        total = tl.zeros([1, long.shape[1]], tl.float32)
-        for quarter in tl.static_range(2):
-            quad = x[2 * HIGH + quarter]
-            for half in tl.static_range(4):
-                bits = word if half < 2 else upper
-                product += _small(bits, 2 * HIGH + quarter, half % 2, E2M1) * quad[half]
-                total += quad[half]
-    return product, total
-
-
-@triton.jit
-def _add_longs(
-    total, long, scales, rows, first, x, OUT: tl.constexpr, IN: tl.constexpr, BY_BYTES: tl.constexpr
-):
-    """total [ROWS, pairs of longs] plus the products of longs' codes with their inputs.
-
-    first: the number of the first long;  x: of `_inputs`
-    """
-    e2m1: tl.constexpr = scales.dtype.element_ty == tl.int16
-    periods = (first // PER_LOAD + tl.arange(0, total.shape[1])[None, :]) // (4 // PER_LOAD)
-    mask = (rows < OUT)[:, None] & (periods < IN // PERIOD)
-    at = scales + rows[:, None].to(tl.int64) * (IN // GROUP)
-    scale, other_scale, zero, other_zero = load_scales(at, periods * 2, mask)
-    one, low = _group(long, x, 0, BY_BYTES, e2m1)
-    other, high = _group(long, x, 1, BY_BYTES, e2m1)
-    one, other = _of_pairs(one), _of_pairs(other)
-    if not e2m1:
-        one -= zero * _of_pairs(low)
-        other -= other_zero * _of_pairs(high)
-    return total + one * scale + other * other_scale
-
-
-@triton.jit
-def _inputs(x, first, mask, E2M1: tl.constexpr, BY_BYTES: tl.constexpr):
-    """The inputs of longs as `_group` takes them; those of e2m1 are RAISED.
-
-    first: the column of a long's first input
-    """
-    if BY_BYTES:
-        return (
-            _in_bytes(_quads(x, first, mask), _quads(x, first + QUARTER, mask)),
-            _in_bytes(_quads(x, first + GROUP, mask), _quads(x, first + GROUP + QUARTER, mask)),
-        )
-    else:  # noqa: RET505 (the compiler sees one of both)
-        unit: tl.constexpr = RAISED if E2M1 else 1.0
-        return (
-            _raised(_quads(x, first, mask), unit),
-            _raised(_quads(x, first + QUARTER, mask), unit),
-            _raised(_quads(x, first + GROUP, mask), unit),
-            _raised(_quads(x, first + GROUP + QUARTER, mask), unit),
-        )
-
-
-@triton.jit
-def _raised(quad, UNIT: tl.constexpr):
-    return quad[0] * UNIT, quad[1] * UNIT, quad[2] * UNIT, quad[3] * UNIT
-
-
-@triton.jit
-def multiply_packed(
-    x,
-    started,
-    other_started,
-    OUT: tl.constexpr,
-    IN: tl.constexpr,
-    PAIRED: tl.constexpr,
-    PTX: tl.constexpr,
-):
-    """gemv.multiply of weights of four bits; their scales are applied.
-
-    With PTX int4 is multiplied as bytes, unless x is float32: of x 16 numbers at a time become
-    integers of 15 bits.
-    """
-    weight, scales, rows, tile = started
-    other_weight, other_scales, other_rows, other_tile = other_started
-    ROWS: tl.constexpr = tile.shape[0]
-    LONGS: tl.constexpr = tile.shape[1]
-    e2m1: tl.constexpr = scales.dtype.element_ty == tl.int16
-    by_bytes: tl.constexpr = PTX and not e2m1 and x.dtype.element_ty != tl.float32
-    product = tl.zeros([ROWS, LONGS // PER_LOAD], tl.float32)
-    other = tl.zeros([ROWS, LONGS // PER_LOAD], tl.float32)
-    for first in tl.static_range(0, IN // PER_LONG, LONGS):
-        if first > 0:
-            tile = load_longs(weight, rows, first, OUT, IN, LONGS)
-            if PAIRED:
-                other_tile = load_longs(other_weight, other_rows, first, OUT, IN, LONGS)
-        longs = first + tl.arange(0, LONGS)[None, :]
-        column = longs // 4 * PERIOD + longs % 4 * HALVES_PER_LONG
-        values = _inputs(x, column, longs < IN // PER_LONG, e2m1, by_bytes)
-        product = _add_longs(product, tile, scales, rows, first, values, OUT, IN, by_bytes)
-        if PAIRED:
-            other = _add_longs(
-                other, other_tile, other_scales, other_rows, first, values, OUT, IN, by_bytes
-            )
-    if e2m1:
-        product, other = product * E2M1_LOWERED, other * E2M1_LOWERED
-    return tl.sum(product, 1), tl.sum(other, 1)
-
-
-@triton.jit
-def unpack(weight, scales, out, IN: tl.constexpr, ROWS: tl.constexpr):
-    """One program: GROUP bytes of ROWS rows of a weight in the type of `out` [rows, IN]."""
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
-    column, columns = tl.program_id(1) * PERIOD, tl.arange(0, QUARTER)[None, :]
-    e2m1: tl.constexpr = scales.dtype.element_ty == tl.int16
-    halves = weight.to(tl.pointer_type(tl.int16)) + (rows * IN + column) // 4 + columns
-    tile = tl.load(halves)
-    terms = load_scales(scales + rows * (IN // GROUP), column // GROUP, rows >= 0)
-    for lane in tl.static_range(4):
-        quarter = _quarter(tile, terms, out.dtype.element_ty, lane, e2m1, False)
-        tl.store(out + rows * IN + column + lane * QUARTER + columns, quarter)
-
-
-def unpacked_weight(linear: Linear) -> Tensor:
-    """A weight of four bits in the compute type."""
-    rows, size = linear.weight.shape[0], linear.in_size
-    out = torch.empty(rows, size, dtype=linear.dtype, device=linear.weight.device)
-    at_once = next(count for count in (64, 16, 4, 2, 1) if rows % count == 0)
-    launcher(unpack, (rows // at_once, size // four_bits.PERIOD))(
-        linear.weight, linear.scale, out, IN=size, ROWS=at_once, num_warps=2
-    )
-    return out
-
-
 def packed_tile(tile: DotTile, in_size: int) -> DotTile:
-    """The tile with as many columns and splits, up to its own, as divide the inputs, which are
-    whole periods."""
-    periods = in_size // four_bits.PERIOD
-    at_once = _divisor(periods, tile.block // four_bits.PERIOD)
-    splits = _divisor(periods // at_once, tile.splits)
-    return tile._replace(block=at_once * four_bits.PERIOD, splits=splits, prefetch=0)
+    """The tile with as many columns and splits, up to its own, as divide the inputs' lines."""
+    lines = triton.cdiv(in_size, LINE.value)
+    at_once = _divisor(lines, tile.block // LINE.value)
+    splits = _divisor(lines // at_once, tile.splits)
+    return tile._replace(block=at_once * LINE.value, splits=splits, prefetch=0)
 
 
 def _divisor(number: int, largest: int) -> int:
