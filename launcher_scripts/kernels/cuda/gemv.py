@@ -42,7 +42,7 @@ from launcher_scripts.kernels.cuda.norm import (
     parts_of,
     prescale,
 )
-from launcher_scripts.kernels.cuda.packed_row import PER_LONG, load_longs, multiply_packed
+from launcher_scripts.kernels.cuda.packed import PER_LONG, load_longs, multiply_packed
 from launcher_scripts.kernels.operands import Hidden, Linear, Norm
 
 RAISED = tl.constexpr(2.0**80)  # times x: its products with steps of 2^-149 are normal numbers
