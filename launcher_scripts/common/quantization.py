@@ -10,21 +10,23 @@ from typing import Literal
 
 from launcher_scripts.common.errors import ConfigError, lookup, problem
 
-Quantization = Literal["int8", "fp8", "int4", "mxfp4"]
-# What can be made of the layers' matrices at load; fp8 is e4m3, mxfp4 e2m1 by groups.
+Quantization = Literal["int8", "fp8", "int4", "mxfp4", "nvfp4"]
+# What can be made of the layers' matrices at load; fp8 is e4m3, mxfp4 and nvfp4 e2m1 by groups.
 QUANTIZATIONS: dict[str, Quantization] = {
     "int8": "int8",
     "fp8": "fp8",
     "int4": "int4",
     "mxfp4": "mxfp4",
+    "nvfp4": "nvfp4",
 }
-FOUR_BITS: tuple[Quantization, ...] = ("int4", "mxfp4")
-# Of a matrix with its scales, in four bits with one for 32 weights each.
+FOUR_BITS: tuple[Quantization, ...] = ("int4", "mxfp4", "nvfp4")
+# Of a matrix with its scales: in four bits with one for 32 weights each, of nvfp4 for 16.
 BYTES_PER_WEIGHT: dict[Quantization, float] = {
     "int8": 1,
     "fp8": 1,
     "int4": 0.5 + 2 / 32,
     "mxfp4": 0.5 + 1 / 32,
+    "nvfp4": 0.5 + 2 / 16,
 }
 # What the cache of keys and values is kept in, as vLLM names it; auto: in data_type, fp8: in e4m3.
 KV_CACHE_DTYPES = {name: name for name in ("auto", "fp8")}

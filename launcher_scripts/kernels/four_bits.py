@@ -1,18 +1,22 @@
-"""Weights of four bits with a scale for every GROUP inputs: int4 and MXFP4.
+"""Weights of four bits with a scale for every GROUP or QUARTER inputs: int4, MXFP4 and NVFP4.
 
 mxfp4: e2m1 times a power of two (e8m0), as OCP Microscaling 1.0 and gpt-oss have it.
+nvfp4: e2m1 times a bfloat16, for every QUARTER inputs, in place of an e4m3 times a float32 of the
+       matrix.
 int4:  an integer of four bits less a zero point, times a scale in the compute type.
 
 Of 64 columns lie the codes of four, which are 16 apart, in one half of a word, so that a kernel
 needs no shuffle to separate them. Three of four e2m1 codes lie as bfloat16 has sign, exponent and
 mantissa, but for a shift; see `_FLOATS` and kernels/cuda/packed.py.
 
-scale: int16 of mxfp4, the bits of 2^RAISED times the scale in bfloat16;  of int4 in the compute
+scale: int16 of mxfp4, the bits of 2^RAISED times the scale in bfloat16, of which nvfp4 has four in
+       an int64;  of int4 in the compute
        type, where zero points are 8;  int32 where there are others: the scale's float32 with the
        zero point in its lowest four bits
 
 A weight that had four bits in its checkpoint keeps them: a power of two is found as it was, and
-`_restored` finds the integers and scales of int4 in numbers that were rounded to the compute type.
+`_restored` finds the integers and scales of int4 in numbers that were rounded to the compute type,
+`to_nvfp4` the codes of nvfp4.
 """
 
 from __future__ import annotations
@@ -21,6 +25,8 @@ from functools import cache
 
 import torch
 from torch import Tensor
+
+from launcher_scripts.common.quantization import Quantization
 
 GROUP = 32
 PERIOD = 2 * GROUP  # columns whose codes lie in GROUP neighbouring bytes
@@ -77,8 +83,9 @@ def unpacked(weight: Tensor, is_float: bool) -> Tensor:
 
 def dequantized(weight: Tensor, scale: Tensor, compute: torch.dtype) -> Tensor:
     """float32 [out, in] of packed weights; products with scales are rounded to `compute`."""
-    is_float = scale.dtype == torch.int16
-    codes = unpacked(weight, is_float).unflatten(1, (-1, GROUP))
+    is_float = scale.dtype in (torch.int16, torch.int64)
+    scale = scale.contiguous().view(torch.int16) if is_float else scale
+    codes = unpacked(weight, is_float).unflatten(1, (scale.shape[1], -1))
     if is_float:
         numbers = torch.tensor([*E2M1, *(-number for number in E2M1)], device=weight.device)[codes]
         factors = scale.view(torch.bfloat16).float() * 2.0**-RAISED
@@ -90,13 +97,16 @@ def dequantized(weight: Tensor, scale: Tensor, compute: torch.dtype) -> Tensor:
     return (numbers * factors[..., None]).to(compute).float().flatten(1)
 
 
-def empty(values: Tensor, compute: torch.dtype, *, is_float: bool) -> tuple[Tensor, Tensor]:
+def empty(
+    values: Tensor, compute: torch.dtype, quantization: Quantization
+) -> tuple[Tensor, Tensor]:
     """Packed weights and scales for values [out, in], without numbers."""
     rows, size = values.shape
-    kind = torch.int16 if is_float else compute
+    kind = {"mxfp4": torch.int16, "nvfp4": torch.int64}.get(quantization, compute)
+    per_scale = PERIOD if quantization == "nvfp4" else GROUP
     return (
         values.new_empty(rows, size // 2, dtype=torch.uint8),
-        values.new_empty(rows, size // GROUP, dtype=kind),
+        values.new_empty(rows, size // per_scale, dtype=kind),
     )
 
 
@@ -110,12 +120,58 @@ def to_mxfp4(values: Tensor) -> tuple[Tensor, Tensor]:
     exponent = torch.frexp(largest).exponent - 3
     exponent += (torch.ldexp(largest, -exponent) > 7).int()
     exponent = torch.where(largest > 0, exponent, 0).clamp(MIN_EXPONENT, MAX_EXPONENT)
-    sizes = torch.ldexp(groups.abs(), -exponent[..., None]).clamp(max=E2M1[-1])
+    codes = _e2m1_codes(torch.ldexp(groups, -exponent[..., None]))
+    return packed(codes.flatten(1), True), ((exponent + BIAS) << 7).to(torch.int16)
+
+
+def _e2m1_codes(numbers: Tensor) -> Tensor:
+    """The codes that are nearest."""
+    sizes = numbers.abs().clamp(max=E2M1[-1])
     steps = 0.5 * 2.0 ** ((sizes >= 2).int() + (sizes >= 4).int())
     rounded = ((sizes / steps).round() * steps).contiguous()
-    codes = torch.searchsorted(torch.tensor(E2M1, device=values.device), rounded)
-    codes += 8 * (groups < 0)
-    return packed(codes.flatten(1), True), ((exponent + BIAS) << 7).to(torch.int16)
+    codes = torch.searchsorted(torch.tensor(E2M1, device=numbers.device), rounded)
+    return codes + 8 * (numbers < 0)
+
+
+def to_nvfp4(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Packed weights [out, in / 2] and scales [out, in / PERIOD] of values [out, in].
+
+    The largest of a group becomes 6, or the number with which every number of the group is e2m1
+    times a scale, as far as roundings to bfloat16 go.
+    """
+    rows = max(1, VALUES_AT_ONCE // values.shape[1])
+    codes, scales = (
+        torch.cat(parts)
+        for parts in zip(*(_nvfp4(part) for part in values.split(rows)), strict=True)
+    )
+    bits = scales.bfloat16().view(torch.int16) + (RAISED << 7)
+    return packed(codes.flatten(1), True), bits.view(torch.int64)
+
+
+def _nvfp4(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes [out, groups, QUARTER] and scales [out, groups] of some rows."""
+    groups = values.float().reshape(-1, QUARTER)
+    largest = groups.abs().amax(1)
+    codes, scales, error = _as_e2m1(groups, largest, E2M1[-1])
+    if bool((error[:SAMPLE] < NEAR).any()):
+        for number in E2M1[-2:0:-1]:
+            others = _as_e2m1(groups, largest, number)
+            better = (error >= NEAR) & (others[2] < NEAR)
+            for target, part in zip((codes, scales, error), others, strict=True):
+                target[better] = part[better]
+    shape = (values.shape[0], -1)
+    return codes.view(*shape, QUARTER), scales.view(shape)
+
+
+def _as_e2m1(groups: Tensor, largest: Tensor, number: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, scales and largest relative errors of groups whose largest becomes a number."""
+    scales = _as(largest / number, torch.bfloat16)
+    scales = torch.where(largest > 0, scales.clamp(2.0**MIN_EXPONENT, 2.0**MAX_EXPONENT), 1.0)
+    numbers = groups / scales[:, None]
+    codes = _e2m1_codes(numbers)
+    sizes = torch.tensor(E2M1, device=groups.device)[codes % 8]
+    error = (sizes - numbers.abs()).abs() / numbers.abs().clamp(min=1e-30)
+    return codes, scales, error.amax(1)
 
 
 def to_int4(values: Tensor, compute: torch.dtype) -> tuple[Tensor, Tensor]:

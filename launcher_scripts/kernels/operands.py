@@ -111,8 +111,7 @@ class Linear:
              uint8 [out, in / 2] of four bits (see four_bits.py)
     bias:    [out] in the compute type
     norm:    applied to x first
-    scale:   float32 [out]: what each row of a weight in bytes is multiplied by; of four bits
-             [out, groups]
+    scale:   float32 [out]: what each row of a weight in bytes is multiplied by; see four_bits.py
     compute: the compute type of a weight in bytes or of four bits
     folded:  the norm as a product with one row wants it; made by kernels.prepare
     lora:    what the rows' adapters add, none of it multiplied by scale. That of a gated MLP's up
@@ -137,9 +136,10 @@ class Linear:
         """Quantization of the weight, if any."""
         if self.scale is None:
             return None
-        if self.weight.dtype == torch.uint8:
-            return "mxfp4" if self.scale.dtype == torch.int16 else "int4"
-        return "int8" if self.weight.dtype == torch.int8 else "fp8"
+        if self.weight.dtype != torch.uint8:
+            return "int8" if self.weight.dtype == torch.int8 else "fp8"
+        kinds: dict[torch.dtype, Quantization] = {torch.int16: "mxfp4", torch.int64: "nvfp4"}
+        return kinds.get(self.scale.dtype, "int4")
 
     @property
     def in_size(self) -> int:

@@ -34,9 +34,11 @@ def quantized(linear: Linear, compute: torch.dtype, quantization: Quantization) 
     compute: the type of the inputs it is multiplied with
     """
     if quantization in FOUR_BITS and linear.weight.is_meta:
-        weight, scale = four_bits.empty(linear.weight, compute, is_float=quantization == "mxfp4")
+        weight, scale = four_bits.empty(linear.weight, compute, quantization)
     elif quantization == "mxfp4":
         weight, scale = four_bits.to_mxfp4(linear.weight)
+    elif quantization == "nvfp4":
+        weight, scale = four_bits.to_nvfp4(linear.weight)
     elif quantization == "int4":
         weight, scale = four_bits.to_int4(linear.weight, compute)
     else:

@@ -448,7 +448,7 @@ def test_sequence_batching_that_cannot_work_is_refused(changes, message):
         ({"int8_mode": "2"}, "int8_mode is not supported; got 2"),
         (
             {"quantization": "fp4"},
-            "unknown quantization .*got 'fp4'; choices: fp8, int4, int8, mxfp4",
+            "unknown quantization .*got 'fp4'; choices: fp8, int4, int8, mxfp4, nvfp4",
         ),
         ({"inter_token_target": "soon"}, "inter_token_target must be a number of seconds"),
         ({"inter_token_target": "-1"}, "inter_token_target must be a number of seconds.*'-1'"),

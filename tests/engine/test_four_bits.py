@@ -21,7 +21,7 @@ from tests.engine.small_models import (
 )
 from tests.engine.test_quantization import IDS, mlp_of
 
-BOTH = pytest.mark.parametrize("quantization", FOUR_BITS)
+ALL = pytest.mark.parametrize("quantization", FOUR_BITS)
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 SIZES = {"hidden_size": 64, "head_size": 16, "num_heads": 4, "ffn_size": 128}
 
@@ -52,6 +52,25 @@ def test_mxfp4_keeps_its_numbers(dtype: torch.dtype) -> None:
     assert torch.equal(dequantized(small.weight, small.scale, dtype), values)
 
 
+@pytest.mark.parametrize("scale_of_all", [2.0**-9, 3.7e-4])
+def test_nvfp4_keeps_its_numbers(scale_of_all: float) -> None:
+    """e2m1 times e4m3 times a number of the matrix: bit for bit where scales are bfloat16's, else
+    what one more rounding changes."""
+    numbers = torch.tensor(four_bits.E2M1)[torch.randint(0, 8, (40, 12, 16))]
+    numbers[:8] = numbers[:8].clamp(max=1.5)
+    numbers[3, 2], numbers[4, :, :15] = 0.0, 0.0
+    numbers *= torch.randint(0, 2, numbers.shape) * 2 - 1
+    scales = (torch.rand(40, 12, 1) * 400 + 1).to(torch.float8_e4m3fn).float() * scale_of_all
+    values = (numbers * scales).flatten(1).bfloat16().float()
+    small = quantized(Linear(values), torch.bfloat16, "nvfp4")
+    assert small.quantization == "nvfp4" and small.scale is not None
+    assert small.scale.shape == (40, 3)
+    result = dequantized(small.weight, small.scale, torch.bfloat16)
+    if scale_of_all == 2.0**-9:
+        assert torch.equal(result, values)
+    assert bool(((result - values).abs() <= values.abs() * 2.0**-7).all())
+
+
 @DTYPES
 @pytest.mark.parametrize("group", [32, 128])
 @pytest.mark.parametrize("has_zero_points", [False, True])
@@ -77,19 +96,19 @@ def test_int4_of_other_scales_than_the_compute_type_keeps_its_codes() -> None:
     assert bool(((result - values).abs() <= values.abs() * 2.0**-7).all())
 
 
-@BOTH
+@ALL
 def test_numbers_are_rounded_to_the_nearest(quantization: Quantization) -> None:
     values = torch.randn(50, 256) * 10.0 ** torch.randint(-3, 2, (50, 1))
     values[0] = 0.0
     small = quantized(Linear(values), torch.float32, quantization)
     error = (dequantized(small.weight, small.scale) - values).abs().unflatten(1, (-1, 32))
     largest = values.abs().unflatten(1, (-1, 32)).amax(2, keepdim=True)
-    assert bool((error <= largest * {"int4": 1 / 8, "mxfp4": 1 / 5}[quantization]).all())
+    assert bool((error <= largest * {"int4": 1 / 8}.get(quantization, 1 / 5)).all())
     assert float(error.norm() / values.norm()) < 0.13
     assert not error[0].any()
 
 
-@BOTH
+@ALL
 def test_a_layer_takes_little_more_than_a_quarter_of_half_precision(
     quantization: Quantization,
 ) -> None:
@@ -99,7 +118,8 @@ def test_a_layer_takes_little_more_than_a_quarter_of_half_precision(
         _, runner = runner_for(config, random_tensors(config), data_type="bf16", quantization=kind)
         sizes.append(runner.decoder.weights.bytes())
     values = config.num_layers * (64 * 192 + 64 * 64 + 2 * 64 * 128)
-    assert sizes[0] - sizes[1] == values * 2 - values // 2 - values // 32 * 2
+    scales = values // (16 if quantization == "nvfp4" else 32) * 2
+    assert sizes[0] - sizes[1] == values * 2 - values // 2 - scales
 
 
 def rounded(tensors: dict[str, Any], quantization: Quantization, *, only: str) -> dict[str, Any]:
@@ -115,7 +135,7 @@ def rounded(tensors: dict[str, Any], quantization: Quantization, *, only: str) -
 MIXTURE = {"mlp_bias": False, "num_experts": 3, "experts_per_token": 2}
 
 
-@BOTH
+@ALL
 @pytest.mark.parametrize("changes", [{}, {"gated": True, "activation": "silu"}, MIXTURE])
 def test_gpt_equals_the_model_of_rounded_weights(
     changes: dict[str, Any], quantization: Quantization
@@ -141,7 +161,7 @@ def test_gpt_equals_the_model_of_rounded_weights(
     assert not torch.allclose(got, exact, atol=1e-2)
 
 
-@BOTH
+@ALL
 def test_ranks_keep_full_groups_or_are_refused(quantization: Quantization) -> None:
     config = small_config(**SIZES | {"ffn_size": 192})
     message = "must have full groups.*got '32 of 64 inputs with tensor_para_size 2"
@@ -149,7 +169,7 @@ def test_ranks_keep_full_groups_or_are_refused(quantization: Quantization) -> No
         mlp_of(config, random_tensors(config), 2, 0, quantization)
 
 
-@BOTH
+@ALL
 def test_a_matrix_without_full_groups_keeps_its_type(quantization: Quantization) -> None:
     config = small_config(**SIZES | {"ffn_size": 96})
     _, runner = runner_for(config, random_tensors(config), quantization=quantization)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -50,13 +51,13 @@ def seeded():
 
 
 def make_packed(
-    kind: str, out: int, size: int, norm: Norm | None, dtype: torch.dtype, *, bias: bool = True
+    kind: Any, out: int, size: int, norm: Norm | None, dtype: torch.dtype, *, bias: bool = True
 ) -> Linear:
     """Outputs of very different sizes, one of them without weights."""
     linear = kernel_checks.make_linear(out, size, norm, bias, torch.float32)
     sizes = 10.0 ** torch.randint(-3, 0, (out, 1), device=DEVICE)
     sizes[1] = 0.0
-    quantization: Quantization = "mxfp4" if kind == "mxfp4" else "int4"
+    quantization: Quantization = "int4" if kind == "int4 with zero points" else kind
     offset = linear.bias.to(dtype) if bias else None
     result = quantized(Linear(linear.weight * sizes, offset, norm), dtype, quantization)
     assert result.quantization == quantization and result.weight.shape == (out, size // 2)

@@ -541,7 +541,7 @@ def test_smoothquant_is_refused_before_a_job_starts(
 @pytest.mark.parametrize(
     ("mode", "quantization", "says"),
     [
-        ("0", "fp4", "unknown {}; got 'fp4'; choices: fp8, int4, int8, mxfp4; change {}"),
+        ("0", "fp4", "unknown {}; got 'fp4'; choices: fp8, int4, int8, mxfp4, nvfp4; change {}"),
         ("1", "fp8", "int8_mode 1 and quantization fp8 exclude each other"),
     ],
 )

@@ -261,6 +261,18 @@ class DotTile(NamedTuple):
         piece = self.block * (self.rows * weight_bytes + 2 * batch)
         return self._replace(stages=max(1, min(self.stages, shared_bytes // piece)))
 
+    def dividing(self, in_size: int, columns: int) -> DotTile:
+        """With as many columns and splits, up to its own, as divide the inputs in pieces of so many
+        columns; nothing is prefetched."""
+        pieces = -(-in_size // columns)
+        at_once = _divisor(pieces, self.block // columns)
+        splits = _divisor(pieces // at_once, self.splits)
+        return self._replace(block=at_once * columns, splits=splits, prefetch=0)
+
+
+def _divisor(number: int, largest: int) -> int:
+    return next((n for n in range(largest, 1, -1) if number % n == 0), 1)
+
 
 @cache
 def dot_tile(
@@ -292,7 +304,7 @@ def known_tile(
     parts = [part(products, quantization)]
     if quantization == "fp8":
         parts.append(part(products, "int8"))
-    if quantization == "mxfp4":
+    if quantization in FOUR_BITS:
         parts.append(part(products, "int4"))
     keys = (f"{kind} {out_size}x{in_size}", f"{kind} {in_size}")
     candidates = (table().get(name, {}).get(key) for name in parts for key in keys)

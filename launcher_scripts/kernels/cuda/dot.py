@@ -44,7 +44,7 @@ from launcher_scripts.kernels.cuda.elementwise import (
     scales_of,
 )
 from launcher_scripts.kernels.cuda.lora import add_deltas, lora_arguments, prefetch_up
-from launcher_scripts.kernels.cuda.packed import add_packed, packed_tile, scales_at
+from launcher_scripts.kernels.cuda.packed import LINE, add_packed, scales_at
 from launcher_scripts.kernels.operands import Hidden, Linear
 
 INT8_BASE = tl.constexpr(256)  # of the high bytes, where the low ones have 1
@@ -293,9 +293,10 @@ def dot_rows(
     even: tl.constexpr = OUT % span == 0 and IN % BLOCK == 0
     inputs, valid = x + batch[None, :] * IN, (batch < count)[None, :]
     if packed:
+        kind: tl.constexpr = scales.dtype.element_ty
         at = scales_at(scales, gate_scales, line_rows, lines < span, IN, GATED)
         value = add_packed(
-            inputs, valid, starts, at, local, first, share, IN, even, ROWS, BLOCK, BATCH, USE_PDL
+            inputs, valid, starts, at, local, first, share, IN, even, BLOCK, kind, USE_PDL
         )
     elif x.dtype.element_ty.primitive_bitwidth == 8:
         value = dot_hi_lo(x, steps, starts, local, first, last, count, IN, even, ROWS, BLOCK, BATCH)
@@ -335,7 +336,7 @@ def fits(x: Tensor) -> bool:
 
 def _tile_of(linear: Linear, kind: str) -> DotTile:
     tile = dot_tile(kind, linear.weight.shape[0], linear.in_size, linear.quantization)
-    return packed_tile(tile, linear.in_size) if linear.quantization in FOUR_BITS else tile
+    return tile.dividing(linear.in_size, LINE.value) if linear.quantization in FOUR_BITS else tile
 
 
 def dot_product(

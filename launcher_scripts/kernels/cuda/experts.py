@@ -30,7 +30,7 @@ from launcher_scripts.kernels.cuda.elementwise import (
     activate_gated,
     scales_of,
 )
-from launcher_scripts.kernels.cuda.packed import add_packed, packed_tile, scales_at
+from launcher_scripts.kernels.cuda.packed import LINE, add_packed, scales_at
 from launcher_scripts.kernels.operands import ExpertMLPs, Linear, Router
 
 MAX_TOKENS = 8192  # whose results lie side by side before they are summed
@@ -254,9 +254,10 @@ def expert_rows(
     valid = present[None, :]
     if packed:
         columns: tl.constexpr = (IN + BLOCK - 1) // BLOCK * BLOCK
+        kind: tl.constexpr = scales.dtype.element_ty
         at = scales_at(scales, gate_scales, line_rows, lines < tile_rows, IN, GATED)
         value = add_packed(
-            inputs, valid, starts, at, local, 0, columns, IN, even, ROWS, BLOCK, BATCH, USE_PDL
+            inputs, valid, starts, at, local, 0, columns, IN, even, BLOCK, kind, USE_PDL
         )
     else:
         value = add_pieces(inputs, valid, starts, local, 0, IN, IN, even, ROWS, BLOCK, BATCH)
@@ -352,7 +353,7 @@ def _launch(
         tile = LONE_TILE
     inputs_width, width = x.element_size(), linear.weight.element_size()
     if packed:
-        tile = packed_tile(tile, in_size)
+        tile = tile.dividing(in_size, LINE.value)
     else:
         tile = tile._replace(block=tile.block * 2 // inputs_width)
     tile = tile.fitting(blocks.size * inputs_width // 2, width, traits_of(x.device).shared_bytes)

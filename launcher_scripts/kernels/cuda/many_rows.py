@@ -19,10 +19,9 @@ from launcher_scripts.kernels.cuda.compiling import launcher, traits_of
 from launcher_scripts.kernels.cuda.dot import MAX_ROWS
 from launcher_scripts.kernels.cuda.elementwise import E4M3_MAX
 from launcher_scripts.kernels.cuda.packed import (
-    GROUP,
     PERIOD,
     QUARTER,
-    load_pairs,
+    pairs_at,
     quarter,
     terms_of,
 )
@@ -50,11 +49,11 @@ def unpack(weight, scales, out, IN: tl.constexpr, ROWS: tl.constexpr):
     """One program: GROUP bytes of ROWS rows of a weight in the type of `out` [rows, IN]."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
     column, columns = tl.program_id(1) * PERIOD, tl.arange(0, QUARTER)[None, :]
-    e2m1: tl.constexpr = scales.dtype.element_ty == tl.int16
+    kind: tl.constexpr = scales.dtype.element_ty
+    e2m1: tl.constexpr = kind == tl.int16 or kind == tl.int64
     halves = weight.to(tl.pointer_type(tl.int16)) + (rows * IN + column) // 4 + columns
     tile = tl.load(halves)
-    pairs = load_pairs(scales + rows * (IN // GROUP), column // GROUP, rows >= 0)
-    terms = terms_of(pairs, scales.dtype.element_ty)
+    terms = terms_of(tl.load(pairs_at(scales) + rows * (IN // PERIOD) + column // PERIOD), kind)
     for lane in tl.static_range(4):
         weights = quarter(tile, terms, out.dtype.element_ty, lane, e2m1, False)
         tl.store(out + rows * IN + column + lane * QUARTER + columns, weights)

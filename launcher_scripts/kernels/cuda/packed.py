@@ -1,7 +1,6 @@
 """Weights of four bits in the Triton language: products that convert them in registers.
 
-See four_bits.py for how they lie in memory. A byte's low and high code belong to columns that are
-GROUP apart, so each becomes a tile of its own, which is multiplied with inputs of its own.
+See four_bits.py for how they lie in memory.
 
 e2m1:  sign, exponent and mantissa are moved to where bfloat16 or float32 has them. The number is
        2^126 too small, zero and one half are the type's smallest ones.
@@ -15,7 +14,6 @@ import triton
 import triton.language as tl
 
 from launcher_scripts.kernels import four_bits
-from launcher_scripts.kernels.cuda.compiling import DotTile
 from launcher_scripts.kernels.cuda.elementwise import add_bytes, load_in_place, permuted
 
 GROUP = tl.constexpr(four_bits.GROUP)
@@ -58,53 +56,66 @@ E2M1_4 = tl.constexpr(
 
 
 @triton.jit
-def load_pairs(scales, groups, mask):
-    """The bits of the scales of even groups, with those of the groups after them above them."""
-    return tl.load(pairs_at(scales) + groups // 2, mask=mask, other=0)
-
-
-@triton.jit
 def pairs_at(scales):
-    """Addresses of scales as those of pairs of them."""
-    is_wide: tl.constexpr = scales.dtype.element_ty.primitive_bitwidth == 32
+    """Addresses of scales as those of what a period has of them, a word or a long."""
+    is_wide: tl.constexpr = scales.dtype.element_ty.primitive_bitwidth >= 32
     return scales.to(tl.pointer_type(tl.int64 if is_wide else tl.int32))
 
 
 @triton.jit
 def terms_of(pairs, kind: tl.constexpr):
-    """float32 scales of even groups and of those after them, and the zero points of both.
+    """float32 scales of the four lanes of a period, and their zero points.
 
     kind: the type of scales
     """
-    if kind.primitive_bitwidth == 32:
-        first, second = pairs.to(tl.int32), (pairs >> 32).to(tl.int32)
-    else:
-        first, second = pairs << 16, pairs & -65536
-    low_zero = tl.full(pairs.shape, ZERO_POINT, tl.float32)
-    high_zero = low_zero
+    first, second = _words(pairs, kind)
+    zero = tl.full(pairs.shape, ZERO_POINT, tl.float32)
+    other_zero = zero
     if kind == tl.int32:
-        low_zero, high_zero = (first & 15).to(tl.float32), (second & 15).to(tl.float32)
+        zero, other_zero = (first & 15).to(tl.float32), (second & 15).to(tl.float32)
         first, second = first & -16, second & -16
-    if kind == tl.float16:
-        low = pairs.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-        high = (pairs >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    if kind == tl.int64:
+        one, two = _float32(first << 16), _float32(first & -65536)
+        three, four = _float32(second << 16), _float32(second & -65536)
+    elif kind == tl.float16:
+        one = pairs.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        three = (pairs >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        two, four = one, three
     else:
-        low, high = first.to(tl.float32, bitcast=True), second.to(tl.float32, bitcast=True)
-    return low, high, low_zero, high_zero
+        one, three = _float32(first), _float32(second)
+        two, four = one, three
+    return one, two, three, four, zero, zero, other_zero, other_zero
+
+
+@triton.jit
+def _words(pairs, kind: tl.constexpr):
+    """The low and the high half of scales' bits; those of 16 bits as the upper ones of a word."""
+    if kind.primitive_bitwidth == 16:
+        first, second = pairs << 16, pairs & -65536
+    else:
+        first, second = pairs.to(tl.int32), (pairs >> 32).to(tl.int32)
+    return first, second
 
 
 @triton.jit
 def _factors_of(pairs, kind: tl.constexpr):
     """As terms_of, in bfloat16, what PTX multiplies numbers by and what it takes off before."""
+    first, second = _words(pairs, kind)
+    one, three = _bfloat16(first >> 16), _bfloat16(second >> 16)
+    two, four = one, three
     offset = tl.full(pairs.shape, 128.0 + ZERO_POINT, tl.bfloat16)
     other_offset = offset
+    if kind == tl.int64:
+        two, four = one, three
+        one, three = _bfloat16(first), _bfloat16(second)
     if kind == tl.int32:
-        first, second = pairs.to(tl.int32), (pairs >> 32).to(tl.int32)
-        low, high = _bfloat16(first >> 16), _bfloat16(second >> 16)
         offset, other_offset = _bfloat16(first & 15 | 0x4300), _bfloat16(second & 15 | 0x4300)
-    else:
-        low, high = _bfloat16(pairs), _bfloat16(pairs >> 16)
-    return low, high, offset, other_offset
+    return one, two, three, four, offset, offset, other_offset, other_offset
+
+
+@triton.jit
+def _float32(bits):
+    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -165,7 +176,7 @@ def quarter(
 
     terms: of terms_of, or _factors_of for bfloat16 with PTX
     """
-    factor, offset = terms[LANE // 2], terms[2 + LANE // 2]
+    factor, offset = terms[LANE], terms[4 + LANE]
     if PTX and kind == tl.bfloat16:
         number = _widened(halves, factor, offset, LANE, E2M1)
     else:
@@ -185,10 +196,10 @@ def quarter(
 @triton.jit
 def scales_at(scales, gate_scales, rows, is_up, IN: tl.constexpr, GATED: tl.constexpr):
     """Addresses of the scales of rows; with GATED the gate's, but for those that are up's."""
-    offset = rows * (IN // GROUP)
-    start = scales + offset
+    offset = rows * (IN // PERIOD)
+    start = pairs_at(scales) + offset
     if GATED:
-        start = tl.where(is_up, start, gate_scales + offset)
+        start = tl.where(is_up, start, pairs_at(gate_scales) + offset)
     return start
 
 
@@ -203,24 +214,23 @@ def add_packed(
     COLUMNS: tl.constexpr,
     IN: tl.constexpr,
     EVEN: tl.constexpr,
-    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    BATCH: tl.constexpr,
+    KIND: tl.constexpr,
     PTX: tl.constexpr,
 ):
     """dot.add_pieces of a weight of four bits; its scales are applied.
 
     starts, scales, local: [ROWS, 1], where the weight's rows and their scales start, and which
         there are
-    first, COLUMNS: where and how many columns are summed, which are whole BLOCKs, as these are
-        whole LINEs. Where the compiler does not know how many, it has each of the products with
-        weights from registers wait for the one before it.
-    EVEN: all rows are of the weight, and all columns
+    first, COLUMNS: where and how many columns are summed, whole BLOCKs, which are whole LINEs. Not
+        known how many, the compiler has each product wait for the one before it.
+    EVEN: all rows are of the weight, and all columns;  KIND: the type of scales
     """
     kind: tl.constexpr = inputs.dtype.element_ty
-    product = tl.zeros([ROWS, BATCH], tl.float32)
+    ROWS: tl.constexpr = starts.shape[0]
+    product = tl.zeros([ROWS, inputs.shape[1]], tl.float32)
     halves = tl.arange(0, LINE // 4)[None, :]
-    pairs = tl.arange(0, PERIODS)[None, :]
+    periods = tl.arange(0, PERIODS)[None, :]
     columns = tl.arange(0, PERIOD)[:, None]
     weights = starts.to(tl.pointer_type(tl.int16)) + halves
     for step in tl.range(0, COLUMNS, BLOCK):
@@ -231,15 +241,16 @@ def add_packed(
             else:
                 mask = local & (at // 4 + halves < IN // 4)
                 tile = tl.load(weights + at // 4, mask, 0, eviction_policy="evict_first")
-            mask = local & (at // PERIOD + pairs < IN // PERIOD)
-            terms = _fourths(load_pairs(scales, at // GROUP + 2 * pairs, mask), ROWS, 1)
+            column_periods = at // PERIOD + periods
+            mask = local & (column_periods < IN // PERIOD)
+            pairs = _fourths(tl.load(scales + column_periods, mask, 0), ROWS, 1)
             tiles = _fourths(tile, ROWS, QUARTER)
             for period in tl.static_range(PERIODS):
                 column = at + period * PERIOD + columns
                 x = tl.load(inputs + column, mask=valid & (column < IN), other=0.0)
-                values = _period(tiles[period], terms[period], scales, kind, PTX)
+                values = _period(tiles[period], pairs[period], KIND, kind, PTX)
                 product = tl.dot(values, x, product, input_precision="ieee")
-    if PTX and kind == tl.bfloat16 and scales.dtype.element_ty == tl.int16:
+    if PTX and kind == tl.bfloat16 and (tl.int16 == KIND or tl.int64 == KIND):
         product *= E2M1_UNIT
     return product
 
@@ -255,12 +266,14 @@ def _fourths(values, ROWS: tl.constexpr, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _period(halves, pairs, scales, kind: tl.constexpr, PTX: tl.constexpr):
-    """The weights [ROWS, PERIOD] of halves, each row's in their order; see quarter."""
-    scale: tl.constexpr = scales.dtype.element_ty
-    e2m1: tl.constexpr = scale == tl.int16
+def _period(halves, pairs, KIND: tl.constexpr, kind: tl.constexpr, PTX: tl.constexpr):
+    """The weights [ROWS, PERIOD] of halves, each row's in their order; see quarter.
+
+    pairs, KIND: what the period has of scales, and their type
+    """
+    e2m1: tl.constexpr = tl.int16 == KIND or tl.int64 == KIND
     in_bfloat16: tl.constexpr = PTX and kind == tl.bfloat16
-    terms = _factors_of(pairs, scale) if in_bfloat16 else terms_of(pairs, scale)
+    terms = _factors_of(pairs, KIND) if in_bfloat16 else terms_of(pairs, KIND)
     first = quarter(halves, terms, kind, 0, e2m1, PTX)
     second = quarter(halves, terms, kind, 1, e2m1, PTX)
     third = quarter(halves, terms, kind, 2, e2m1, PTX)
@@ -291,7 +304,7 @@ def load_longs(
     tile = tl.load(at, mask=mask, other=0, eviction_policy="evict_first")
     periods = (first // PER_LOAD + tl.arange(0, LONGS // PER_LOAD)[None, :]) // (4 // PER_LOAD)
     mask = local & (periods < IN // PERIOD)
-    at = pairs_at(scales + lines * (IN // GROUP)) + periods
+    at = pairs_at(scales) + lines * (IN // PERIOD) + periods
     pairs = load_in_place(at, mask) if PTX else tl.load(at, mask=mask, other=0)
     return tile, pairs
 
@@ -377,23 +390,25 @@ def _of_pairs(values):
 
 
 @triton.jit
-def _group(long, x, HIGH: tl.constexpr, BY_BYTES: tl.constexpr, E2M1: tl.constexpr):
-    """Products of the low or of the high group of longs, which miss scales and zero points, and
-    what is to be multiplied by these: [ROWS, LONGS] and [1, LONGS]."""
+def _lanes(
+    long, x, LANE: tl.constexpr, COUNT: tl.constexpr, BY_BYTES: tl.constexpr, E2M1: tl.constexpr
+):
+    """Products of COUNT lanes of longs from one on, without scales and zero points, and what is to
+    be multiplied by these: [ROWS, LONGS] and [1, LONGS]. By bytes lanes come in groups of two."""
     word, upper = long.to(tl.int32), (long >> 32).to(tl.int32)
     if BY_BYTES:
-        bytes, step, total = x[HIGH]
-        low, high = (word >> (4 * HIGH)) & BYTES, (upper >> (4 * HIGH)) & BYTES
+        bytes, step, total = x[LANE // 2]
+        low, high = (word >> (2 * LANE)) & BYTES, (upper >> (2 * LANE)) & BYTES
         product = (_sum_of_bytes(low, high, bytes) - MAGIC) * step
         total *= step
     else:
         product = tl.zeros(long.shape, tl.float32)
         total = tl.zeros([1, long.shape[1]], tl.float32)
-        for quarter in tl.static_range(2):
-            quad = x[2 * HIGH + quarter]
+        for lane in tl.static_range(LANE, LANE + COUNT):
+            quad = x[lane]
             for half in tl.static_range(4):
                 bits = word if half < 2 else upper
-                product += _small(bits, 2 * HIGH + quarter, half % 2, E2M1) * quad[half]
+                product += _small(bits, lane, half % 2, E2M1) * quad[half]
                 total += quad[half]
     return product, total
 
@@ -404,21 +419,22 @@ def _add_longs(total, tile, x, kind: tl.constexpr, BY_BYTES: tl.constexpr):
 
     tile: of load_longs;  x: of `_inputs`;  kind: the type of scales
     """
-    e2m1: tl.constexpr = kind == tl.int16
+    e2m1: tl.constexpr = kind == tl.int16 or kind == tl.int64
+    count: tl.constexpr = 1 if kind == tl.int64 else 2
     long, pairs = tile
-    scale, other_scale, zero, other_zero = terms_of(pairs, kind)
-    one, low = _group(long, x, 0, BY_BYTES, e2m1)
-    other, high = _group(long, x, 1, BY_BYTES, e2m1)
-    one, other = _of_pairs(one), _of_pairs(other)
-    if not e2m1:
-        one -= zero * _of_pairs(low)
-        other -= other_zero * _of_pairs(high)
-    return total + one * scale + other * other_scale
+    terms = terms_of(pairs, kind)
+    for lane in tl.static_range(0, 4, count):
+        product, inputs = _lanes(long, x, lane, count, BY_BYTES, e2m1)
+        product = _of_pairs(product)
+        if not e2m1:
+            product -= terms[4 + lane] * _of_pairs(inputs)
+        total += product * terms[lane]
+    return total
 
 
 @triton.jit
 def _inputs(x, first, mask, E2M1: tl.constexpr, BY_BYTES: tl.constexpr):
-    """The inputs of longs as `_group` takes them; those of e2m1 are RAISED.
+    """The inputs of longs as `_lanes` takes them; those of e2m1 are RAISED.
 
     first: the column of a long's first input
     """
@@ -462,7 +478,7 @@ def multiply_packed(
     ROWS: tl.constexpr = tile[0].shape[0]
     LONGS: tl.constexpr = tile[0].shape[1]
     kind: tl.constexpr = scales.dtype.element_ty
-    e2m1: tl.constexpr = kind == tl.int16
+    e2m1: tl.constexpr = kind == tl.int16 or kind == tl.int64
     by_bytes: tl.constexpr = PTX and not e2m1 and x.dtype.element_ty != tl.float32
     product = tl.zeros([ROWS, LONGS // PER_LOAD], tl.float32)
     other = tl.zeros([ROWS, LONGS // PER_LOAD], tl.float32)
@@ -482,15 +498,3 @@ def multiply_packed(
     if e2m1:
         product, other = product * E2M1_LOWERED, other * E2M1_LOWERED
     return tl.sum(product, 1), tl.sum(other, 1)
-
-
-def packed_tile(tile: DotTile, in_size: int) -> DotTile:
-    """The tile with as many columns and splits, up to its own, as divide the inputs' lines."""
-    lines = triton.cdiv(in_size, LINE.value)
-    at_once = _divisor(lines, tile.block // LINE.value)
-    splits = _divisor(lines // at_once, tile.splits)
-    return tile._replace(block=at_once * LINE.value, splits=splits, prefetch=0)
-
-
-def _divisor(number: int, largest: int) -> int:
-    return next((n for n in range(largest, 1, -1) if number % n == 0), 1)
