@@ -52,34 +52,6 @@ def prefetch_if(addresses, condition):
     )
 
 
-PREDICATED = tl.constexpr("{\n.reg .pred p;\nsetp.ne.s32 p, $2, 0;\n")
-
-
-@triton.jit
-def load_in_place(addresses, mask):
-    """Words or longs at addresses, zeros elsewhere, by the threads that use them: of tl.load the
-    compiler may have others load them, and hand them over through shared memory."""
-    if addresses.dtype.element_ty == tl.int64:
-        values = tl.inline_asm_elementwise(
-            PREDICATED + "mov.b64 $0, 0;\n@p ld.global.b64 $0, [$1];\n}",
-            "=&l,l,r",
-            [addresses, mask.to(tl.int32)],
-            dtype=tl.int64,
-            is_pure=True,
-            pack=1,
-        )
-    else:
-        values = tl.inline_asm_elementwise(
-            PREDICATED + "mov.b32 $0, 0;\n@p ld.global.b32 $0, [$1];\n}",
-            "=&r,l,r",
-            [addresses, mask.to(tl.int32)],
-            dtype=tl.int32,
-            is_pure=True,
-            pack=1,
-        )
-    return values
-
-
 @triton.jit
 def permuted(bytes, others, SELECTED: tl.constexpr):
     """Words of some of the eight bytes of two words; see PTX's prmt."""

@@ -79,12 +79,11 @@ def begin(
     IN: tl.constexpr,
     EVEN: tl.constexpr,
     BLOCK: tl.constexpr,
-    PTX: tl.constexpr,
 ):
     """Return the arguments of `multiply` for a weight: its address and that of its scales, some of
     its rows, and their first tile [ROWS, BLOCK]. EVEN: all rows are of the weight."""
     if weight.dtype.element_ty == tl.uint8:
-        tile = load_longs(weight, scales, rows, 0, OUT, IN, BLOCK // PER_LONG, PTX)
+        tile = load_longs(weight, scales, rows, 0, OUT, IN, BLOCK // PER_LONG)
     else:
         columns = tl.arange(0, BLOCK)[None, :]
         base = row_offsets(rows, columns, IN)
@@ -284,10 +283,10 @@ def gemv(
         gdc_launch_dependents()
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     even: tl.constexpr = OUT % ROWS == 0
-    started = begin(weight, scales, rows, OUT, IN, even, BLOCK, USE_PDL)
+    started = begin(weight, scales, rows, OUT, IN, even, BLOCK)
     gate_started = started
     if GATED:
-        gate_started = begin(gate_weight, gate_scales, rows, OUT, IN, even, BLOCK, USE_PDL)
+        gate_started = begin(gate_weight, gate_scales, rows, OUT, IN, even, BLOCK)
     row_scale = scales_of(scales, weight, rows, OUT)
     gate_scale = scales_of(gate_scales, gate_weight, rows, OUT)
     offset = vector(offsets, rows, OUT, OFFSET)
@@ -348,7 +347,7 @@ def gemv_largest(
         gdc_launch_dependents()
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     even: tl.constexpr = OUT % ROWS == 0
-    started = begin(weight, scales, rows, OUT, IN, even, BLOCK, USE_PDL)
+    started = begin(weight, scales, rows, OUT, IN, even, BLOCK)
     row_scale = scales_of(scales, weight, rows, OUT)
     offset = vector(offsets, rows, OUT, OFFSET)
     row_sums = vector(sums, rows, OUT, NORM == 1)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from launcher_scripts.kernels import four_bits
-from launcher_scripts.kernels.cuda.elementwise import add_bytes, load_in_place, permuted
+from launcher_scripts.kernels.cuda.elementwise import add_bytes, permuted
 
 GROUP = tl.constexpr(four_bits.GROUP)
 PERIOD = tl.constexpr(four_bits.PERIOD)
@@ -291,10 +291,9 @@ def load_longs(
     OUT: tl.constexpr,
     IN: tl.constexpr,
     LONGS: tl.constexpr,
-    PTX: tl.constexpr,
 ):
-    """int64 [ROWS, LONGS], those from `first` on of the rows of a weight, and the pairs of scales
-    [ROWS, LONGS / PER_LOAD] of what a thread holds of them; zeros outside."""
+    """int64 [ROWS, LONGS], those from `first` on of the rows of a weight, zeros outside; and where
+    the scales of what a thread holds of them are [ROWS, LONGS / PER_LOAD]."""
     local = (rows < OUT)[:, None]
     lines = rows[:, None].to(tl.int64)
     longs = first + tl.arange(0, LONGS)[None, :]
@@ -305,8 +304,7 @@ def load_longs(
     periods = (first // PER_LOAD + tl.arange(0, LONGS // PER_LOAD)[None, :]) // (4 // PER_LOAD)
     mask = local & (periods < IN // PERIOD)
     at = pairs_at(scales) + lines * (IN // PERIOD) + periods
-    pairs = load_in_place(at, mask) if PTX else tl.load(at, mask=mask, other=0)
-    return tile, pairs
+    return tile, at, mask
 
 
 @triton.jit
@@ -421,8 +419,8 @@ def _add_longs(total, tile, x, kind: tl.constexpr, BY_BYTES: tl.constexpr):
     """
     e2m1: tl.constexpr = kind == tl.int16 or kind == tl.int64
     count: tl.constexpr = 1 if kind == tl.int64 else 2
-    long, pairs = tile
-    terms = terms_of(pairs, kind)
+    long, at, mask = tile
+    terms = terms_of(tl.load(at, mask=mask, other=0), kind)
     for lane in tl.static_range(0, 4, count):
         product, inputs = _lanes(long, x, lane, count, BY_BYTES, e2m1)
         product = _of_pairs(product)
@@ -484,10 +482,10 @@ def multiply_packed(
     other = tl.zeros([ROWS, LONGS // PER_LOAD], tl.float32)
     for first in tl.static_range(0, IN // PER_LONG, LONGS):
         if first > 0:
-            tile = load_longs(weight, scales, rows, first, OUT, IN, LONGS, PTX)
+            tile = load_longs(weight, scales, rows, first, OUT, IN, LONGS)
             if PAIRED:
                 other_tile = load_longs(
-                    other_weight, other_scales, other_rows, first, OUT, IN, LONGS, PTX
+                    other_weight, other_scales, other_rows, first, OUT, IN, LONGS
                 )
         longs = first + tl.arange(0, LONGS)[None, :]
         column = longs // 4 * PERIOD + longs % 4 * HALVES_PER_LONG

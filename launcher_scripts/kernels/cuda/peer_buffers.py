@@ -58,7 +58,7 @@ def gemv_to_peers(
         gdc_launch_dependents()
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     even: tl.constexpr = OUT % ROWS == 0
-    started = begin(weight, scales, rows, OUT, IN, even, BLOCK, USE_PDL)
+    started = begin(weight, scales, rows, OUT, IN, even, BLOCK)
     row_scale = scales_of(scales, weight, rows, OUT)
     mask = rows < OUT
     up, _ = load_up(lora_up, adapters, rows, rows, mask, LORA, False)

@@ -233,8 +233,8 @@ def gemv_heads(
     other_rows = head * SIZE + upper
     even: tl.constexpr = (OUT // 2) % ROWS == 0
     mask = pairs < OUT // 2
-    started = begin(weight, scales, rows, OUT, IN, even, BLOCK, USE_PDL)
-    other_started = begin(weight, scales, other_rows, OUT, IN, even, BLOCK, USE_PDL)
+    started = begin(weight, scales, rows, OUT, IN, even, BLOCK)
+    other_started = begin(weight, scales, other_rows, OUT, IN, even, BLOCK)
     row_scale = scales_of(scales, weight, rows, OUT)
     other_scale = scales_of(scales, weight, other_rows, OUT)
     offset = vector(offsets, rows, OUT, OFFSET)
