@@ -170,7 +170,7 @@ def test_wrong_requests_of_a_session(served: dict[str, Any], engine: Engine) -> 
             client.infer("chat", sequence=step(43, True), **turn([(1,)], 9, session_len=5))
         with pytest.raises(InferenceServerException, match="there is no session 43"):
             client.infer("chat", sequence=step(43), **turn([(1,)], 2))
-        with pytest.raises(InferenceServerException, match=r"3 rows need 32769 tokens .* 32768"):
+        with pytest.raises(InferenceServerException, match=r"3 rows need 32784 tokens .* 32768"):
             many = [(1,), (2,), (3,)]
             client.infer("chat", sequence=step(43, True), **turn(many, 2, session_len=10923))
         client.infer("chat", sequence=step(44, True), **turn([(1, 2)], 2, session_len=20))

@@ -146,7 +146,7 @@ def test_a_client_that_leaves_frees_its_rows(
 ) -> None:
     with given_up(served, model):
         leave = ask(served, model)
-        wait_for(lambda: cache_tokens_used(served, model) > 16000)
+        wait_for(lambda: cache_tokens_used(served, model) > 0)
         leave()
 
 

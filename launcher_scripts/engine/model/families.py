@@ -60,7 +60,8 @@ class EngineFamily:
     cached_layers: config -> how many layers may keep something of a row
     states:        (config, layer, tp_size) -> what a layer keeps on one rank
     depth:         config -> the most pipeline stages there can be
-    row_tokens:    (config, rows) -> cache tokens for `rows` rows of the model's full length
+    row_tokens:    (config, rows, block) -> cache tokens for `rows` rows of the model's full length
+                   in blocks of `block` tokens
     longest:       config -> what a decode step reads of a row of that length at most
     """
 
@@ -69,7 +70,7 @@ class EngineFamily:
     cached_layers: Callable[[Any], int]
     states: Callable[[Any, int, int], LayerStates]
     depth: Callable[[Any], int]
-    row_tokens: Callable[[Any, int], int]
+    row_tokens: Callable[[Any, int, int], int]
     longest: Callable[[Any], Bounds]
 
 
@@ -103,17 +104,17 @@ def _gpt_states(config: GPTConfig, layer: int, tp_size: int) -> LayerStates:
     return LayerStates(token, row_states(config, kinds[0], tp_size) if kinds else ())
 
 
-def _gpt_tokens(config: GPTConfig, rows: int) -> int:
-    return rows * config.max_positions
+def _gpt_tokens(config: GPTConfig, rows: int, block: int) -> int:
+    return rows * -(-config.max_positions // block) * block
 
 
-def _t5_tokens(config: T5Config | BartConfig, rows: int) -> int:
+def _t5_tokens(config: T5Config | BartConfig, rows: int, block: int) -> int:
     """As many for the input as for the output."""
     min_tokens = MIN_RELATIVE_TOKENS if config.position_embedding == "relative" else 0
-    return max(2 * rows * config.max_positions, min_tokens)
+    return max(2 * rows * -(-config.max_positions // block) * block, min_tokens)
 
 
-def _agm_tokens(_: AgmConfig, rows: int) -> int:
+def _agm_tokens(_: AgmConfig, rows: int, _block: int) -> int:
     return max(rows * RELATIVE_ROW_TOKENS, MIN_RELATIVE_TOKENS)
 
 

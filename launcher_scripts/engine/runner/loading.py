@@ -424,7 +424,8 @@ def assemble_runner(
     if settings.enable_custom_all_reduce:
         communicator.use_peer_memory()
     family, both = engine_family(config), [weights] if draft is None else [weights, draft]
-    max_tokens = settings.max_tokens or family.row_tokens(config, settings.max_batch_size)
+    size = block_tokens(device)
+    max_tokens = settings.max_tokens or family.row_tokens(config, settings.max_batch_size, size)
     ranks = 1 if device.type == "cuda" else settings.ranks_per_node
     rows, longest, dtype = settings.max_batch_size, family.longest(config), settings.cache_type
     states = [_states(model.config, settings, communicator) for model in both]
@@ -438,7 +439,6 @@ def assemble_runner(
     if draft is not None and draft.draft is not None:
         token_bytes += config.hidden_size * DTYPES[settings.data_type].itemsize
     memory -= (rows + 1 + snapshots) * row_bytes
-    size = block_tokens(device)
     capacity = communicator.minimum(plan_capacity(max_tokens, token_bytes, memory, size, rows))
     if not capacity:
         suffix = " and the draft model's" if draft else ""

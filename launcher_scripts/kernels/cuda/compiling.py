@@ -78,17 +78,27 @@ def has_gluon() -> bool:
 
 
 def settle_keys(package: str) -> None:
-    """Have all processes find the same kernels in Triton's cache, whichever they launch first.
+    """Have all processes find the same kernels in Triton's cache, whichever they launch first and
+    whatever else they import.
 
     Triton's key of a function depends on which of the functions it calls had theirs before. So
-    those of a package's imported modules get them in one order, before anything is launched.
+    those of a package's imported modules get them before anything is launched, and what a function
+    calls gets its own before it.
     """
     from triton.runtime.jit import JITFunction
+
+    def settle(function: JITFunction[Any]) -> None:
+        if function.hash is None:
+            for name in function.fn.__code__.co_names:
+                called = function.fn.__globals__.get(name)
+                if isinstance(called, JITFunction) and called is not function:
+                    settle(called)
+        function.cache_key  # noqa: B018 (kept by the function)
 
     for name in sorted(name for name in sys.modules if name.startswith(f"{package}.")):
         for value in vars(sys.modules[name]).values():
             if isinstance(value, JITFunction):
-                value.cache_key  # noqa: B018 (kept by the function)
+                settle(value)
 
 
 def launcher(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:

@@ -44,7 +44,7 @@ from launcher_scripts.kernels.cuda.elementwise import (
     scales_of,
 )
 from launcher_scripts.kernels.cuda.lora import add_deltas, lora_arguments, prefetch_up
-from launcher_scripts.kernels.cuda.packed import LINE, add_packed, scales_at
+from launcher_scripts.kernels.cuda.packed import LINE_COLUMNS, add_packed, scales_at
 from launcher_scripts.kernels.operands import Hidden, Linear
 
 INT8_BASE = tl.constexpr(256)  # of the high bytes, where the low ones have 1
@@ -336,7 +336,11 @@ def fits(x: Tensor) -> bool:
 
 def _tile_of(linear: Linear, kind: str) -> DotTile:
     tile = dot_tile(kind, linear.weight.shape[0], linear.in_size, linear.quantization)
-    return tile.dividing(linear.in_size, LINE.value) if linear.quantization in FOUR_BITS else tile
+    return (
+        tile.dividing(linear.in_size, LINE_COLUMNS.value)
+        if linear.quantization in FOUR_BITS
+        else tile
+    )
 
 
 def dot_product(

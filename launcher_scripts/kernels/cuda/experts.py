@@ -30,7 +30,7 @@ from launcher_scripts.kernels.cuda.elementwise import (
     activate_gated,
     scales_of,
 )
-from launcher_scripts.kernels.cuda.packed import LINE, add_packed, scales_at
+from launcher_scripts.kernels.cuda.packed import LINE_COLUMNS, add_packed, scales_at
 from launcher_scripts.kernels.operands import ExpertMLPs, Linear, Router
 
 MAX_TOKENS = 8192  # whose results lie side by side before they are summed
@@ -353,7 +353,7 @@ def _launch(
         tile = LONE_TILE
     inputs_width, width = x.element_size(), linear.weight.element_size()
     if packed:
-        tile = tile.dividing(in_size, LINE.value)
+        tile = tile.dividing(in_size, LINE_COLUMNS.value)
     else:
         tile = tile._replace(block=tile.block * 2 // inputs_width)
     tile = tile.fitting(blocks.size * inputs_width // 2, width, traits_of(x.device).shared_bytes)

@@ -18,17 +18,17 @@ from launcher_scripts.kernels.cuda.elementwise import add_bytes, permuted
 
 GROUP = tl.constexpr(four_bits.GROUP)
 PERIOD = tl.constexpr(four_bits.PERIOD)
-ZERO_POINT = tl.constexpr(four_bits.ZERO_POINT)
+CODE_OF_ZERO = tl.constexpr(four_bits.ZERO_POINT)
 RAISED_SCALE = four_bits.RAISED  # of e2m1: 2^126 times the number and the scale may not fit
 E2M1_UNIT = tl.constexpr(2.0 ** (126 - RAISED_SCALE))  # what is missing then
 QUARTER = tl.constexpr(four_bits.QUARTER)
 PERIODS = tl.constexpr(4)
-LINE = tl.constexpr(4 * four_bits.PERIOD)  # columns that 128 bytes have
+LINE_COLUMNS = tl.constexpr(4 * four_bits.PERIOD)  # columns that 128 bytes have
 RAISED = tl.constexpr(2.0**80)  # times x: its products with the smallest numbers are normal
 E2M1_LOWERED = tl.constexpr(2.0 ** (126 - RAISED_SCALE - 80))
 HALVES_PER_LONG = tl.constexpr(4)
 PER_LONG = tl.constexpr(16)
-PER_LOAD = tl.constexpr(2)  # longs a thread holds side by side: 16 bytes
+LONGS_PER_LOAD = tl.constexpr(2)  # longs a thread holds side by side: 16 bytes
 BYTES = tl.constexpr(0x0F0F0F0F)
 # Integers of x that are less than 2^14; the bits of 1.5 * 2^23 plus an integer have it as the last.
 X_BITS = tl.constexpr(13)
@@ -69,7 +69,7 @@ def terms_of(pairs, kind: tl.constexpr):
     kind: the type of scales
     """
     first, second = _words(pairs, kind)
-    zero = tl.full(pairs.shape, ZERO_POINT, tl.float32)
+    zero = tl.full(pairs.shape, CODE_OF_ZERO, tl.float32)
     other_zero = zero
     if kind == tl.int32:
         zero, other_zero = (first & 15).to(tl.float32), (second & 15).to(tl.float32)
@@ -103,7 +103,7 @@ def _factors_of(pairs, kind: tl.constexpr):
     first, second = _words(pairs, kind)
     one, three = _bfloat16(first >> 16), _bfloat16(second >> 16)
     two, four = one, three
-    offset = tl.full(pairs.shape, 128.0 + ZERO_POINT, tl.bfloat16)
+    offset = tl.full(pairs.shape, 128.0 + CODE_OF_ZERO, tl.bfloat16)
     other_offset = offset
     if kind == tl.int64:
         two, four = one, three
@@ -222,19 +222,19 @@ def add_packed(
 
     starts, scales, local: [ROWS, 1], where the weight's rows and their scales start, and which
         there are
-    first, COLUMNS: where and how many columns are summed, whole BLOCKs, which are whole LINEs. Not
-        known how many, the compiler has each product wait for the one before it.
+    first, COLUMNS: where and how many columns are summed, whole BLOCKs of whole lines. Not known
+        how many, the compiler has each product wait for the one before it.
     EVEN: all rows are of the weight, and all columns;  KIND: the type of scales
     """
     kind: tl.constexpr = inputs.dtype.element_ty
     ROWS: tl.constexpr = starts.shape[0]
     product = tl.zeros([ROWS, inputs.shape[1]], tl.float32)
-    halves = tl.arange(0, LINE // 4)[None, :]
+    halves = tl.arange(0, LINE_COLUMNS // 4)[None, :]
     periods = tl.arange(0, PERIODS)[None, :]
     columns = tl.arange(0, PERIOD)[:, None]
     weights = starts.to(tl.pointer_type(tl.int16)) + halves
     for step in tl.range(0, COLUMNS, BLOCK):
-        for part in tl.static_range(0, BLOCK, LINE):
+        for part in tl.static_range(0, BLOCK, LINE_COLUMNS):
             at = first + step + part
             if EVEN:
                 tile = tl.load(weights + at // 4, eviction_policy="evict_first")
@@ -293,15 +293,17 @@ def load_longs(
     LONGS: tl.constexpr,
 ):
     """int64 [ROWS, LONGS], those from `first` on of the rows of a weight, zeros outside; and where
-    the scales of what a thread holds of them are [ROWS, LONGS / PER_LOAD]."""
+    the scales of what a thread holds of them are [ROWS, LONGS / LONGS_PER_LOAD]."""
     local = (rows < OUT)[:, None]
     lines = rows[:, None].to(tl.int64)
     longs = first + tl.arange(0, LONGS)[None, :]
     at = weight.to(tl.pointer_type(tl.int64)) + lines * (IN // PER_LONG)
-    at = tl.max_contiguous(at + longs, [1, PER_LOAD])
+    at = tl.max_contiguous(at + longs, [1, LONGS_PER_LOAD])
     mask = local & (longs < IN // PER_LONG)
     tile = tl.load(at, mask=mask, other=0, eviction_policy="evict_first")
-    periods = (first // PER_LOAD + tl.arange(0, LONGS // PER_LOAD)[None, :]) // (4 // PER_LOAD)
+    periods = (first // LONGS_PER_LOAD + tl.arange(0, LONGS // LONGS_PER_LOAD)[None, :]) // (
+        4 // LONGS_PER_LOAD
+    )
     mask = local & (periods < IN // PERIOD)
     at = pairs_at(scales) + lines * (IN // PERIOD) + periods
     return tile, at, mask
@@ -316,7 +318,7 @@ def _quads(x, first, mask):
         three = tl.load(x + first + 2, mask=mask, other=0.0)
         four = tl.load(x + first + 3, mask=mask, other=0.0)
     else:
-        at = tl.max_contiguous(tl.multiple_of(first // 4, [1, PER_LOAD]), [1, PER_LOAD])
+        at = tl.max_contiguous(tl.multiple_of(first // 4, [1, LONGS_PER_LOAD]), [1, LONGS_PER_LOAD])
         quad = tl.load(x.to(tl.pointer_type(tl.int64)) + at, mask=mask, other=0)
         low, high = quad.to(tl.int32), (quad >> 32).to(tl.int32)
         if x.dtype.element_ty == tl.bfloat16:
@@ -383,8 +385,8 @@ def _in_bytes(quad, other):
 def _of_pairs(values):
     """Sums of the longs that a thread holds side by side."""
     ROWS: tl.constexpr = values.shape[0]
-    PAIRS: tl.constexpr = values.shape[1] // PER_LOAD
-    return tl.sum(tl.reshape(values, [ROWS, PAIRS, PER_LOAD]), 2)
+    PAIRS: tl.constexpr = values.shape[1] // LONGS_PER_LOAD
+    return tl.sum(tl.reshape(values, [ROWS, PAIRS, LONGS_PER_LOAD]), 2)
 
 
 @triton.jit
@@ -478,8 +480,8 @@ def multiply_packed(
     kind: tl.constexpr = scales.dtype.element_ty
     e2m1: tl.constexpr = kind == tl.int16 or kind == tl.int64
     by_bytes: tl.constexpr = PTX and not e2m1 and x.dtype.element_ty != tl.float32
-    product = tl.zeros([ROWS, LONGS // PER_LOAD], tl.float32)
-    other = tl.zeros([ROWS, LONGS // PER_LOAD], tl.float32)
+    product = tl.zeros([ROWS, LONGS // LONGS_PER_LOAD], tl.float32)
+    other = tl.zeros([ROWS, LONGS // LONGS_PER_LOAD], tl.float32)
     for first in tl.static_range(0, IN // PER_LONG, LONGS):
         if first > 0:
             tile = load_longs(weight, scales, rows, first, OUT, IN, LONGS)
