@@ -475,6 +475,7 @@ _CLASSES = {"gpt2": "GPT2LMHeadModel", "marian": "MarianMTModel"}
 # Models that transformers has no class of, or some of whose tensors have no way back yet.
 NOT_WRITTEN = (
     *("agm", "nemotron-nas", "switch_transformers", "kimi_linear", "dbrx", "t5gemma2", "nllb-moe"),
+    "longt5",
 )
 # Model types that only a config.json of their own describes.
 _NOT_PROPOSED = (
