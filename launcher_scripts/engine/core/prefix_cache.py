@@ -99,7 +99,7 @@ class PrefixCache:
     capacity:  in tokens, a multiple of a block's
     snapshots: where rows have states beside those of their tokens, room for copies of them; then a
                 prefix is only found as far as it has one
-    unit:      tokens of which a multiple is found; None: a block's
+    unit:      tokens of which a multiple is found, in whole blocks; None: a block's
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class PrefixCache:
     ) -> None:
         self.capacity = capacity
         self.block_tokens = block_tokens
-        self._unit = (unit or block_tokens) // block_tokens
+        self._unit = max(1, (unit or block_tokens) // block_tokens)
         self.snapshots = snapshots
         self._free = [Block(number) for number in range(capacity // block_tokens)][::-1]
         self._unused: dict[Block, None] = {}  # that can be found, the least recently used first

@@ -6,7 +6,7 @@ by later, and to and from what a session keeps of them between its requests.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from launcher_scripts.engine.core.prefix_cache import CachedPrefix, PrefixCache
 from launcher_scripts.engine.core.row import Row
@@ -170,8 +170,9 @@ class RowAllocator:
         if row.session is not None and not self.states.has_room(row.session):
             return False
         prefix = self._find(row)
-        usable = prefix if _is_worth_it(prefix) else CachedPrefix()
-        if row.width > len(self.free_slots) or not self._allocate(row, usable):
+        begins = _is_worth_it(prefix)
+        blocks = prefix.blocks if begins else ()
+        if row.width > len(self.free_slots) or not self._allocate(row, blocks):
             return False
         row.slots = tuple(self.free_slots.pop() for _ in range(row.width))
         row.start = first_address(row.slot, self.cache.capacity)
@@ -180,14 +181,16 @@ class RowAllocator:
         if row.session is not None:
             self.states.resume(row.session, row)
         self.slide(row, row.prefill_length)
-        self._begin(row, prefix)
+        if begins:
+            self._begin(row, prefix)
         return True
 
     def begin_waiting(self) -> None:
         """Let rows begin that have waited for what others compute, if it is there now."""
         for row in self.reading.values():
-            if not row.started:
-                self._begin(row, self._find(row))
+            if not row.started and _is_worth_it(prefix := self._find(row)):
+                self._adopt(row, prefix.blocks)
+                self._begin(row, prefix)
 
     def _find(self, row: Row) -> CachedPrefix:
         """Return the prompt's longest prefix in the cache; its last token has to be computed."""
@@ -196,8 +199,8 @@ class RowAllocator:
         count = (row.prefill_length - 1) // self.cache.block_tokens
         return self.cache.find(row.prefix.digests[:count])
 
-    def _allocate(self, row: Row, prefix: CachedPrefix) -> bool:
-        """Let the row have blocks, those of the prefix first; its session's, which it shares with
+    def _allocate(self, row: Row, shared: Sequence[Block]) -> bool:
+        """Let the row have blocks, those of a prefix first; its session's, which it shares with
         nobody. False if there are not enough.
         """
         cache, session = self.cache, row.session
@@ -208,15 +211,15 @@ class RowAllocator:
                 return False
             row.blocks = session.blocks
         else:
-            cache.share(prefix.blocks)
-            needed = self._needed(row) - len(prefix.blocks)
+            cache.share(shared)
+            needed = self._needed(row) - len(shared)
             spare = SPARE_SHARE * cache.capacity // cache.block_tokens
             waits = row.grows and self.running and cache.free_blocks < needed + spare
             blocks = None if waits else cache.allocate(needed)
             if blocks is None:
-                cache.free(prefix.blocks)
+                cache.free(shared)
                 return False
-            self._divide(row, [*prefix.blocks, *blocks])
+            self._divide(row, [*shared, *blocks])
         row.reserve(len(row.blocks) * cache.block_tokens)
         return True
 
@@ -243,25 +246,22 @@ class RowAllocator:
             private = blocks[index * count : (index + 1) * count]
             row.copies.append([*row.blocks[:shared], *private])
 
-    def _begin(self, row: Row, prefix: CachedPrefix) -> None:
-        """Begin a prompt after what is found of it, unless enough of it is on its way, and let
-        others find the rest.
+    def _adopt(self, row: Row, shared: Sequence[Block]) -> None:
+        """Let the blocks of a prefix take the place of a row's first ones, of each hypothesis."""
+        for blocks in (row.blocks, *row.copies):
+            self.cache.share(shared)
+            self.cache.free(blocks[: len(shared)])
+            blocks[: len(shared)] = shared
 
-        What is on its way is computed by rows which have begun, so no row waits indefinitely.
+    def _begin(self, row: Row, prefix: CachedPrefix) -> None:
+        """Begin a prompt after what is found of it, whose blocks the row has, and let others find
+        the rest. So rows that wait for it do not wait indefinitely.
         """
-        row.started = _is_worth_it(prefix)
-        if not row.started:
-            return
-        if row.prefix is not None:
-            count = len(prefix.blocks)
-            for blocks in (row.blocks, *row.copies):
-                self.cache.share(prefix.blocks)
-                self.cache.free(blocks[:count])
-                blocks[:count] = prefix.blocks
-            self.cache.publish(row.blocks, row.prefix.digests)
+        row.started = True
         self._assign(row)
         if row.prefix is None:
             return
+        self.cache.publish(row.blocks, row.prefix.digests)
         self.states.begin(row, prefix)
         row.prefilled, row.read_by_draft = prefix.tokens, prefix.read
         if row.num_cached_tokens is None:  # what it had before a preemption is its own

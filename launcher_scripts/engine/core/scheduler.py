@@ -89,8 +89,8 @@ class Scheduler:
         block_tokens: int = 16,
     ) -> None:
         retained = Snapshots(slots + 1, snapshots) if snapshots else None
-        unit = prefill_tokens // block_tokens * block_tokens if one_by_one else block_tokens
-        cache = PrefixCache(cache_tokens, block_tokens, retained, max(unit, block_tokens))
+        unit = prefill_tokens if one_by_one else block_tokens
+        cache = PrefixCache(cache_tokens, block_tokens, retained, unit)
         self._statistics = Statistics() if statistics is None else statistics
         self._allocator = RowAllocator(slots, cache, self._statistics)
         self._running, self._reading = self._allocator.running, self._allocator.reading
